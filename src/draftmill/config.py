@@ -1,0 +1,326 @@
+"""The whole run's configuration: typed, checked, from YAML plus dotted overrides.
+
+Owns every name a user can set and its bounds. Imports no torch, so that `status` and `--help` start at once.
+Never looks at the environment, the hub or a device: whether a model or a device exists is found out by its room.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftmill.errors import InputError
+
+StepChoice = Literal["eager", "compiled", "graphed", "auto"]
+Devices = list[str | list[str]] | Literal["auto"]
+
+
+def _checked_devices(value: Devices) -> Devices:
+    if value == "auto":
+        return value
+    if not value:
+        raise ValueError("name at least one device, or auto")
+    for device in value:
+        for name in device if isinstance(device, list) else [device]:
+            kind, _, index = name.partition(":")
+            if not (name == "cpu" or (kind == "cuda" and index.isdigit())):
+                raise ValueError(f"a device is cpu or cuda:N, got {name!r}")
+    return value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(_Section):
+    dir: str | None = None
+    """Run directory; by default runs/ plus the target's name and the time."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seeds the weights, the order of the data and the anchors."""
+
+
+class TargetConfig(_Section):
+    model: str
+    """Local folder or hub id of any Hugging Face causal LM."""
+    revision: str | None = None
+    """Hub revision of the model; null takes the default branch."""
+    devices: Devices = "auto"
+    """One frozen replica a device; an inner list spreads one replica over several devices."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Weights and activations of the target; auto keeps what the checkpoint says."""
+    step: StepChoice = "auto"
+    """How the target's forward runs."""
+    trust_remote_code: bool = False
+    """Whether code shipped inside the target's repository may run."""
+    cache_gib: float = Field(0.0, ge=0.0)
+    """Host memory, in GiB, for keeping features, so that later epochs need not run the target on them again.
+    For small data on small machines; 0 keeps none."""
+
+    @field_validator("devices")
+    @classmethod
+    def _devices(cls, value: Devices) -> Devices:
+        return _checked_devices(value)
+
+
+class DataConfig(_Section):
+    path: str
+    """Arrow store made by `draftmill prepare`."""
+    max_length: int = Field(8192, ge=8)
+    """Longest sample, in tokens; longer ones are cut."""
+    token_budget: int = Field(32768, ge=8)
+    """Context tokens of one batch, padding included."""
+    min_rows: int = Field(4, ge=1)
+    """Fewest samples of a full batch, even where the budget would allow fewer."""
+    max_rows: int = Field(64, ge=1)
+    """Most samples of a batch."""
+    num_buckets: int = Field(6, ge=1, le=256)
+    """Length buckets chosen from the histogram where bucket_edges is null."""
+    bucket_edges: list[int] | None = None
+    """Ascending upper edges, exclusive but for the last; null chooses them."""
+    batching: Literal["bucketed", "packed"] = "bucketed"
+    """bucketed: right-padded rows of like length; packed: documents packed into rows of max_length."""
+    round_to: int = Field(64, ge=1)
+    """Row lengths are rounded up to a multiple of this many tokens."""
+    heldout: int = Field(64, ge=0)
+    """Samples kept out of training for the acceptance length while training."""
+    read_ahead: int = Field(4, ge=1, le=64)
+    """Batches read ahead of the targets, on the host."""
+
+    @model_validator(mode="after")
+    def _rows(self) -> DataConfig:
+        if self.max_rows < self.min_rows:
+            raise ValueError(f"max_rows must be at least min_rows = {self.min_rows}, got {self.max_rows}")
+        edges = self.bucket_edges
+        if edges is not None and (not edges or edges[0] < 1 or any(b <= a for a, b in pairwise(edges))):
+            raise ValueError(f"bucket_edges must be positive and ascending, got {edges}")
+        return self
+
+
+class DrafterConfig(_Section):
+    devices: Devices = "auto"
+    """One drafter replica a device."""
+    num_layers: int = Field(5, ge=1, le=64)
+    """Layers of the drafter."""
+    num_taps: int = Field(5, ge=1, le=64)
+    """Target layers whose outputs are its features; spread over the target's depth."""
+    target_layer_ids: list[int] | None = None
+    """The tapped layers themselves, 0-based, in place of num_taps."""
+    block_size: int = Field(16, ge=2, le=256)
+    """Tokens of a block: the given one and the drafted ones."""
+    mask_token_id: int | None = None
+    """Id whose embedding stands for a token to be drafted; null looks for one that the data never uses."""
+    sliding_window: int | None = Field(None, ge=1)
+    """Window, in tokens, of the sliding layers."""
+    sliding_layers: list[int] = []
+    """Drafter layers that see only the window and are causal inside a block."""
+    init: Literal["normal", "target"] = "normal"
+    """normal: N(0, 0.02) and norms of 1; target: layers start from the target's own last layers."""
+    from_checkpoint: str | None = None
+    """Warm start: a folder or hub id in z-lab layout whose weights the run begins with."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type; masters are float32 always. auto: bfloat16 on CUDA and on CPUs that have it."""
+    step: StepChoice = "auto"
+    """How the step runs; auto tries them in the worker and keeps the fastest that equals eager."""
+    checkpoint_activations: bool = False
+    """Recompute each layer in the backward pass, for memory."""
+
+    @field_validator("devices")
+    @classmethod
+    def _devices(cls, value: Devices) -> Devices:
+        value = _checked_devices(value)
+        if value != "auto" and any(isinstance(device, list) for device in value):
+            raise ValueError(f"a drafter lives on one device, got a group in {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _sliding(self) -> DrafterConfig:
+        if bool(self.sliding_layers) != (self.sliding_window is not None):
+            raise ValueError("sliding_window and sliding_layers go together; set both or neither")
+        if any(layer < 0 or layer >= self.num_layers for layer in self.sliding_layers):
+            raise ValueError(f"sliding_layers must lie in 0..{self.num_layers - 1}, got {self.sliding_layers}")
+        return self
+
+
+class TrainConfig(_Section):
+    epochs: int = Field(6, ge=1)
+    """Passes over the data; the anchors are drawn afresh in each."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps at most; null runs all epochs."""
+    num_anchors: int = Field(2048, ge=1)
+    """Anchor slots (blocks) of one drafter batch."""
+    anchor_draws: int = Field(1, ge=1, le=64)
+    """Drafter batches made from one target forward, each with its own anchors."""
+    lr: float = Field(6.0e-4, gt=0.0, lt=1.0)
+    """Peak learning rate."""
+    warmup_share: float = Field(0.04, ge=0.0, le=1.0)
+    """Share of all steps in which the rate rises linearly."""
+    schedule: Literal["cosine", "constant", "warmup-stable-decay"] = "cosine"
+    """What the rate does after the warm-up."""
+    min_lr_share: float = Field(0.0, ge=0.0, le=1.0)
+    """Rate at the end, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = Field(1e-8, gt=0.0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """Decoupled weight decay, on matrices only."""
+    clip: float = Field(1.0, gt=0.0)
+    """Largest norm of the gradient."""
+    gamma: float | None = Field(None, gt=0.0)
+    """Decay length of the loss over a block's slots; null: 7, 5 or 4 for blocks of 16, 10 or 8, else by size."""
+    loss: Literal["cross_entropy", "d_pace"] = "cross_entropy"
+    """cross_entropy weighs slots by exp(-(k-1)/gamma), d_pace by the drafter's own confidence."""
+    d_pace_alpha: float = Field(0.5, ge=0.0, le=1.0)
+    """Smoothing of D-PACE's confidence."""
+    accumulate: int = Field(1, ge=1)
+    """Batches a drafter adds up before an update."""
+    log_every_s: float = Field(10.0, gt=0.0)
+    """Seconds between step lines in the log."""
+    evaluate_every: int = Field(500, ge=1)
+    """Steps between held-out evaluations."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in value):
+            raise ValueError(f"both betas must lie in [0, 1), got {value}")
+        return value
+
+
+class CheckpointConfig(_Section):
+    every_steps: int = Field(1000, ge=1)
+    """Optimizer steps between checkpoints."""
+    every_minutes: float = Field(30.0, gt=0.0)
+    """Minutes between checkpoints, whichever comes first."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+    keep_best: int = Field(1, ge=0)
+    """Checkpoints kept for their held-out acceptance length."""
+
+
+class PipelineConfig(_Section):
+    slots: int = Field(2, ge=1, le=16)
+    """Feature batches that may lie between targets and one drafter."""
+    stall_s: float = Field(600.0, gt=0.0)
+    """Seconds without progress of a worker after which the run ends as stalled."""
+
+
+class MonitorConfig(_Section):
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = ["tensorboard"]
+    """Where metrics go besides metrics.jsonl, which is always written."""
+    project: str = "draftmill"
+    """Project name given to the trackers that have one."""
+
+
+class Config(_Section):
+    """A run. Sections and fields are the YAML file's; unknown ones are refused."""
+
+    run: RunConfig = RunConfig()
+    target: TargetConfig
+    data: DataConfig
+    drafter: DrafterConfig = DrafterConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    monitor: MonitorConfig = MonitorConfig()
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML that `load_config` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def gamma_for(block_size: int) -> float:
+    """The decay length for a block size: 7 / 5 / 4 for 16 / 10 / 8 (dflash.md), in proportion elsewhere."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 7.0 * block_size / 16.0))
+
+
+def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+    """Read a YAML file and dotted overrides (`train.lr=3e-4`) into a checked configuration.
+
+    Raises:
+        InputError: the file is missing or no YAML mapping, a key is unknown, a value is of the wrong type or range.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"no configuration file at {path}; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read: {error}; give the path of a YAML file") from None
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise InputError(f"{path}{where} is not YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} must hold a mapping of sections (run, target, data, ...), got {type(raw).__name__}")
+    return build_config(raw, overrides, source=str(path))
+
+
+def build_config(raw: dict[str, Any], overrides: list[str] | None = None, source: str = "the configuration") -> Config:
+    """Check a mapping of sections, with dotted overrides applied on a copy of it. Raises InputError."""
+    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    for override in overrides or []:
+        key, sign, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not sign or len(parts) != 2 or not all(parts):
+            raise InputError(f"override {override!r} is not of the form section.name=value, as in train.lr=3e-4")
+        section = merged.setdefault(parts[0], {})
+        if not isinstance(section, dict):
+            raise InputError(f"override {override!r}: {parts[0]} is not a section in {source}")
+        try:
+            section[parts[1]] = _scalar(text)
+        except yaml.YAMLError:
+            raise InputError(f"override {override!r}: the value is not YAML") from None
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise InputError(f"{source}: {_explain(error)}") from None
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):  # YAML 1.1 reads 3e-4 as text
+        try:
+            return float(value) if any(c.isdigit() for c in value) else value
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(error: ValidationError) -> str:
+    parts = []
+    for item in error.errors():
+        place = ".".join(
+            str(part) for part in item["loc"] if not str(part).startswith(("list[", "literal[", "constrained"))
+        )
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown key {place}{_suggest(item['loc'])}")
+        elif item["type"] == "missing":
+            parts.append(f"{place} is missing")
+        else:
+            got = item.get("input")
+            shown = "" if isinstance(got, dict) else f", got {got!r}"
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{place}: {message}" + ("" if "got" in message else shown))
+    return "; ".join(dict.fromkeys(parts))
+
+
+def _suggest(location: tuple[int | str, ...]) -> str:
+    import difflib
+
+    names: list[str]
+    if len(location) == 1:
+        names = list(Config.model_fields)
+    else:
+        section = Config.model_fields.get(str(location[0]))
+        annotation = section.annotation if section is not None else None
+        names = list(getattr(annotation, "model_fields", {}))
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(names)})"
