@@ -27,6 +27,16 @@ class BatchKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkItem:
+    """One number of the run's stream of batches: the index-th batch of an epoch, or of the held-out samples."""
+
+    sequence: int
+    kind: BatchKind
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Blocks:
     """The integer side of a drafter batch: tokens in context slots, blocks in anchor slots. One device, one shape.
 

@@ -1,0 +1,65 @@
+"""The command line: parse, build, run. One function a command, heavy imports inside it, no logic.
+
+A wrong option, path, file or value ends with one line on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import click
+import typer
+
+from draftmill import __version__
+from draftmill.errors import InputError
+
+app = typer.Typer(
+    name="draftmill",
+    help="Train DFlash drafters for speculative decoding, measure them on the real target, and export them to serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"draftmill {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line on `arguments` (by default the process's own) and leave with its exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers do not mix
+    try:
+        result: Any = app(arguments, prog_name="draftmill", standalone_mode=False)
+    except InputError as error:
+        _fail(str(error))
+    except (click.UsageError, click.BadParameter) as error:
+        _fail(f"{error.format_message()} (see draftmill --help)")
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"draftmill: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
