@@ -9,11 +9,13 @@ import os
 import sys
 from typing import Annotated, Any
 
-import click
 import typer
 
 from draftmill import __version__
 from draftmill.errors import InputError
+
+# typer carries its own click from 0.20 on; the class of all command-line errors is reached through its public heir.
+_UsageError = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="draftmill",
@@ -48,12 +50,12 @@ def main(arguments: list[str] | None = None) -> None:
         result: Any = app(arguments, prog_name="draftmill", standalone_mode=False)
     except InputError as error:
         _fail(str(error))
-    except (click.UsageError, click.BadParameter) as error:
-        _fail(f"{error.format_message()} (see draftmill --help)")
-    except click.exceptions.Abort:
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
+            sys.exit(0)
+        _fail(f"{error.format_message()} (see draftmill --help)")  # type: ignore[attr-defined]
+    except typer.Abort:
         sys.exit(130)
-    except click.ClickException as error:
-        _fail(error.format_message())
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
