@@ -1,0 +1,197 @@
+"""The DFlash drafter: a small block-diffusion transformer conditioned on the target's hidden states.
+
+Owns the weights and the forward pass, in training (all blocks of a batch at once) and in decoding (one block against a
+cache). Tensor names are the upstream ones, so a checkpoint runs wherever a DFlash drafter runs. Knows no mask rule, no
+loss and no target; embedding and LM head come from outside (`TargetHead`).
+
+Source: arXiv 2602.06036; the contract in docs/dflash.md. Shape letters as in records.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from draftmill.drafter.attention import Attention, masked_attention
+from draftmill.drafter.cache import DrafterCache
+from draftmill.drafter.rope import Rotary, rotate
+from draftmill.drafter.shape import DrafterShape
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension; statistics in float32, result in the input's type."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class BlockAttention(nn.Module):
+    """Attention of block tokens over [context | own block]; keys and values of both parts by the same matrices."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def queries(self, hidden: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """hidden [Q, H] -> rotated queries [Q, N, D]."""
+        return rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), *angles)
+
+    def keys_values(self, hidden: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden or context [C, H] -> rotated keys and values, [C, M, D] each."""
+        keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        return rotate(keys, *angles), self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm layer: block attention, then the MLP, each with a residual. The context enters as keys and values."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(shape)
+        self.mlp = SwiGLU(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: Angles,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """x [Q, H] -> [Q, H]; `attend` gets the block tokens' q, k, v and adds the context's part itself."""
+        hidden = self.input_layernorm(x)
+        attended = attend(self.self_attn.queries(hidden, angles), *self.self_attn.keys_values(hidden, angles))
+        x = x + self.self_attn.o_proj(attended.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """The whole network. Parameters are made in float32 on the CPU, their first values drawn from torch's RNG."""
+
+    def __init__(self, shape: DrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
+        self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+        self.checkpoint_activations = False
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """Features [..., L*H] -> context [..., H], which enters every layer unchanged."""
+        return self.hidden_norm(self.fc(features))
+
+    def forward(
+        self,
+        features_TF: torch.Tensor,
+        positions_T: torch.Tensor,
+        embeddings_QH: torch.Tensor,
+        positions_Q: torch.Tensor,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """All blocks of a batch at once.
+
+        features_TF [T, L*H] and positions_T [T] of the context slots; embeddings_QH [A*K, H] and positions_Q [A*K] of
+        the block tokens; `attention` over keys [context | blocks]. Returns normed hidden states [A*K, H], ready for
+        the target's head.
+        """
+        context = self.context(features_TF)
+        context_angles, block_angles = self.rotary(positions_T), self.rotary(positions_Q)
+        x = embeddings_QH
+        for index, layer in enumerate(self.layers):
+            if self.checkpoint_activations and self.training:
+                x = checkpoint(
+                    self._layer, index, layer, x, context, context_angles, block_angles, attention, use_reentrant=False
+                )
+            else:
+                x = self._layer(index, layer, x, context, context_angles, block_angles, attention)
+        return self.norm(x)
+
+    def _layer(
+        self,
+        index: int,
+        layer: Any,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        context_angles: Angles,
+        block_angles: Angles,
+        attention: Attention,
+    ) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            context_k, context_v = layer.self_attn.keys_values(context, context_angles)
+            return attention(index, q, torch.cat([context_k, k]), torch.cat([context_v, v]))
+
+        return layer(x, block_angles, attend)
+
+    def new_cache(self, capacity: int, device: torch.device | str, dtype: torch.dtype) -> DrafterCache:
+        """An empty cache of context keys and values for decoding one sequence of at most `capacity` tokens."""
+        return DrafterCache(self.shape, capacity, device, dtype)
+
+    def extend(self, cache: DrafterCache, features_NF: torch.Tensor, positions_N: torch.Tensor) -> None:
+        """Append the context keys and values of N further target features [N, L*H] at their positions [N]."""
+        context, angles = self.context(features_NF), self.rotary(positions_N)
+        cache.append([layer.self_attn.keys_values(context, angles) for layer in self._typed_layers()])
+
+    def draft(self, cache: DrafterCache, embeddings_KH: torch.Tensor, positions_K: torch.Tensor) -> torch.Tensor:
+        """One block against the cached context: embeddings [K, H] at positions [K] -> normed hidden states [K, H].
+
+        The first token is the last known one, the others are mask tokens; the cache stays as it is.
+        """
+        angles, x = self.rotary(positions_K), embeddings_KH
+        for index, layer in enumerate(self._typed_layers()):
+            context_k, context_v = cache.layer(index)
+            mask = cache.visible(positions_K, self.shape.window(index))
+
+            def attend(
+                q: torch.Tensor,
+                k: torch.Tensor,
+                v: torch.Tensor,
+                context_k: torch.Tensor = context_k,
+                context_v: torch.Tensor = context_v,
+                mask: torch.Tensor | None = mask,
+            ) -> torch.Tensor:
+                return masked_attention(q, torch.cat([context_k, k]), torch.cat([context_v, v]), mask)
+
+            x = layer(x, angles, attend)
+        return self.norm(x)
+
+    def _typed_layers(self) -> list[DrafterLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
