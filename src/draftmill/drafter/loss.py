@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from draftmill.drafter.head import TargetHead
 from draftmill.records import Blocks
+from draftmill.target.head import TargetHead
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """What a drafter is, in numbers: everything its weights' shapes, its masks and its served config depend on.
 
-Pure Python, JSON-able. Derives the default shape from a target's Hugging Face configuration; refuses what the network
+JSON-able. Derives the default shape from a target's Hugging Face configuration; refuses what the network
 does not implement, and never approximates it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from draftmill.config import DrafterConfig
 from draftmill.errors import InputError
+from draftmill.target.head import embedding_scale, logit_scale
 
 IMPLEMENTED_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -101,8 +101,12 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """Raise InputError unless the ids are distinct, ascending layers of the target."""
     if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
         raise InputError(f"tapped layer ids must be distinct and ascending, got {list(layer_ids)}")
-    if layer_ids[0] < 0 or layer_ids[-1] >= num_target_layers:
-        raise InputError(f"tapped layer ids must lie in 0..{num_target_layers - 1}, got {list(layer_ids)}")
+    # The last layer's output is read before the final norm by some engines and after it by others.
+    if layer_ids[0] < 0 or layer_ids[-1] >= num_target_layers - 1:
+        raise InputError(
+            f"tapped layer ids must lie in 0..{num_target_layers - 2} (the last layer is not tapped), "
+            f"got {list(layer_ids)}"
+        )
 
 
 def check_rope(rope: dict[str, Any]) -> None:
@@ -163,8 +167,8 @@ def shape_for(config: Any, drafter: DrafterConfig, mask_token_id: int) -> Drafte
         max_position_embeddings=need("max_position_embeddings"),
         sliding_window=drafter.sliding_window,
         sliding_layers=tuple(sorted(set(drafter.sliding_layers))),
-        embedding_scale=_embedding_scale(text, hidden),
-        logit_scale=_logit_scale(text),
+        embedding_scale=embedding_scale(text),
+        logit_scale=logit_scale(text),
         logit_softcap=getattr(text, "final_logit_softcapping", None),
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
@@ -205,17 +209,3 @@ def _mlp_width(text: Any, hidden: int) -> int:
     if isinstance(width, list):
         width = width[0]
     return int(width) if width else 4 * hidden
-
-
-def _embedding_scale(text: Any, hidden: int) -> float:
-    """What the target multiplies its embeddings by: sqrt(H) in the Gemma family, a configured factor in Granite."""
-    if str(getattr(text, "model_type", "")).startswith("gemma"):
-        return math.sqrt(hidden)
-    return float(getattr(text, "embedding_multiplier", None) or 1.0)
-
-
-def _logit_scale(text: Any) -> float:
-    """What the target multiplies its logits by: Cohere multiplies, Granite divides."""
-    if (divisor := getattr(text, "logits_scaling", None)) is not None:
-        return 1.0 / float(divisor)
-    return float(getattr(text, "logit_scale", None) or 1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -44,3 +46,20 @@ def shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> t
     if scale != 1.0:
         logits = logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def embedding_scale(text: Any) -> float:
+    """What a target of this text configuration multiplies its embeddings by.
+
+    sqrt(H) in the Gemma family, a configured factor in Granite, 1 elsewhere.
+    """
+    if str(getattr(text, "model_type", "")).startswith("gemma"):
+        return math.sqrt(text.hidden_size)
+    return float(getattr(text, "embedding_multiplier", None) or 1.0)
+
+
+def logit_scale(text: Any) -> float:
+    """What a target of this text configuration multiplies its logits by: Cohere multiplies, Granite divides."""
+    if (divisor := getattr(text, "logits_scaling", None)) is not None:
+        return 1.0 / float(divisor)
+    return float(getattr(text, "logit_scale", None) or 1.0)

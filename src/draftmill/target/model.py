@@ -1,0 +1,129 @@
+"""A frozen target model: its decoder layers found, cut after the last tapped one, and run for its features.
+
+Owns the Hugging Face model of one replica. Never trains it, never runs its LM head for features, and states one
+convention: the feature of layer id i is the output of decoder layer i, Hugging Face's hidden_states[i + 1].
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftmill.errors import InputError
+from draftmill.target.head import TargetHead, embedding_scale, logit_scale
+
+
+class Taps:
+    """The outputs of the tapped layers in the latest forward, in the order of their ids."""
+
+    def __init__(self, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def concatenated(self) -> torch.Tensor:
+        """The features of the latest forward, [B, S, L*H]."""
+        return torch.cat([self.outputs[layer] for layer in self.layer_ids], dim=-1)
+
+
+class Target:
+    """One replica of the target: the model, whole or cut, on its device, in evaluation mode, without gradients."""
+
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = model.config
+        model.eval().requires_grad_(False)
+        self.layers = decoder_layers(model)
+        self.num_layers = len(self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs go: the device of the embedding."""
+        return self.model.get_input_embeddings().weight.device
+
+    def head(self) -> TargetHead:
+        """The embedding and LM head of this replica, on its device, in its type; tied matrices are one tensor.
+
+        Raises InputError where the model has no LM head (it was cut) or one with a bias.
+        """
+        embedding = self.model.get_input_embeddings().weight
+        output = self.model.get_output_embeddings()
+        if output is None or not hasattr(output, "weight"):
+            raise InputError(f"the target {type(self.model).__name__} has no LM head to train a drafter against")
+        if getattr(output, "bias", None) is not None:
+            raise InputError(f"the LM head of {type(self.model).__name__} has a bias, which no DFlash engine serves")
+        text = self.config.get_text_config()
+        matrix = embedding if output.weight is embedding else output.weight
+        return TargetHead(
+            embedding.data,
+            embedding.data if matrix is embedding else matrix.data,
+            embedding_scale(text),
+            logit_scale(text),
+            getattr(text, "final_logit_softcapping", None),
+        )
+
+    def cut_after(self, layer: int) -> None:
+        """Drop the layers after `layer`, the LM head and what they hold. Features stay the same; logits are gone."""
+        del self.layers[layer + 1 :]
+        for owner in (self.model, getattr(self.model, "model", None)):
+            if owner is not None and isinstance(getattr(owner, "lm_head", None), nn.Module):
+                owner.lm_head = nn.Identity()
+
+    def replica(self, device: torch.device | str) -> Target:
+        """A copy on another device; weights go there directly, without a second copy on the host."""
+        memo: dict[int, Any] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            moved = tensor.data.to(device)
+            memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+        return Target(copy.deepcopy(self.model, memo), self.tokenizer)
+
+    @contextmanager
+    def taps(self, layer_ids: Sequence[int]) -> Iterator[Taps]:
+        """Collect the outputs of these layers in every forward inside the `with`."""
+        taps = Taps(layer_ids)
+
+        def keep(layer: int) -> Any:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                taps.outputs[layer] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in layer_ids]
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
+            taps.outputs.clear()
+
+    @torch.no_grad()
+    def forward_layers(self, tokens_BS: torch.Tensor, **inputs: Any) -> None:
+        """Run the decoder layers on token ids [B, S], without cache and LM head; taps collect what is wanted.
+
+        Right padding needs no attention mask: under a causal target no real token sees it.
+        """
+        self.model.get_decoder()(input_ids=tokens_BS, use_cache=False, **inputs)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The model's decoder layers. Raises InputError, naming the architecture, where they can't be found."""
+    name = type(model).__name__
+    try:
+        decoder = model.get_decoder()
+        text = model.config.get_text_config()
+        count = text.num_hidden_layers
+    except AttributeError as error:
+        raise InputError(f"the target's architecture {name} is not a causal language model: {error}") from None
+    found = [
+        (path.count("."), path, module)
+        for path, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not found:
+        raise InputError(f"the decoder layers of the target's architecture {name} can't be found ({count} expected)")
+    return min(found, key=lambda item: item[:2])[2]
