@@ -1,0 +1,365 @@
+"""A run's directory, written by the run itself. Owns the files named in docs/monitoring.md and their meaning.
+
+The pipeline and the loop report to one RunDirectory: phases, heartbeats, metrics, warnings, and how it ended. Nothing
+here may slow a step down or end a run: what the disk or a tracker refuses is reported once, and the run goes on.
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+import yaml
+
+from draftmill.errors import InputError
+from draftmill.monitor.append import LineFile
+from draftmill.monitor.heartbeat import Heartbeat
+from draftmill.monitor.lock import STATE_FILE, Lock
+from draftmill.monitor.log import LOG_FILE, RunLog
+from draftmill.monitor.phases import ENDINGS, Phase
+from draftmill.monitor.process import ProcessIdentity
+from draftmill.monitor.recorder import Recorder
+from draftmill.monitor.stacks import all_stacks
+from draftmill.monitor.state import StateFile, finite, read_json
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+STOP_FILE = "stop"
+_KNOWN = frozenset({LOG_FILE, "lock", "tensorboard", "checkpoints", STOP_FILE})
+"""Entries that a directory may hold before its first run begins."""
+
+StopMode = Literal["no", "graceful", "now"]
+
+
+class RunDirectory:
+    """One run's directory, open for writing by the process that runs it. Use `create`, in a `with` statement.
+
+    Inside the `with` statement of the main thread, SIGTERM and SIGINT ask for a graceful stop the first time and for
+    one at once the second time (SIGINT raises KeyboardInterrupt the third time), and SIGUSR1 writes every thread's
+    stack to run.log.
+    """
+
+    def __init__(self, path: Path, lock: Lock, resumes: int, settings: dict[str, Any], console: bool) -> None:
+        self.path = path
+        self._lock = lock
+        self._owner_pid = os.getpid()
+        self._log_every_s = float(settings.get("log_every_s", 10.0))
+        self._stall_s = float(settings.get("stall_s", 600.0))
+        self._logged_at = -1e9
+        self._stop: StopMode = "no"
+        self._told_stop: StopMode = "no"
+        self._told_stall = False
+        self._closed = False
+        self._old_handlers: dict[int, Any] = {}
+        self._recorder = Recorder(
+            StateFile(path / STATE_FILE), self._stall_s, self._every_second, self._on_trouble, resumes
+        )
+        self._log = RunLog(path, self._device_of, self._recorder.add_warning, console=console)
+        self._metrics = LineFile(path / METRICS_FILE, self.warn)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        config_yaml: str,
+        environment: dict[str, Any],
+        resume: bool = False,
+        *,
+        console: bool = True,
+    ) -> RunDirectory:
+        """Take a directory for a run, and write its first files.
+
+        Args:
+            path: the directory, made if missing
+            config_yaml: the resolved configuration; its pipeline.stall_s, train.log_every_s and monitor section hold
+            environment: versions, commit, devices; no secrets
+            resume: go on with the run that the directory holds, instead of asking for a directory without one
+            console: whether the log's lines go to standard error as well
+
+        Raises:
+            InputError: a living process has the directory; it holds another run, or files of something else;
+                or, with resume, it holds no run; or it can't be written.
+        """
+        path = Path(path)
+        try:
+            _check_directory(path, resume)
+            path.mkdir(parents=True, exist_ok=True)
+            lock = Lock.take(path)
+        except OSError as error:
+            raise InputError(
+                f"{path} can't be used as a run directory: {error.strerror}; choose another run.dir"
+            ) from None
+        try:
+            previous = _previous(path, resume)
+            run = cls(path, lock, resumes=previous, settings=_settings(config_yaml), console=console)
+            (path / STOP_FILE).unlink(missing_ok=True)
+            _write_config(path, config_yaml)
+            StateFile(path / ENVIRONMENT_FILE).write(environment)
+            (path / "tensorboard").mkdir(exist_ok=True)
+            run._recorder.start()
+        except BaseException as error:
+            lock.release()
+            if isinstance(error, OSError):
+                raise InputError(f"{path} can't be written: {error.strerror}; choose another run.dir") from None
+            raise
+        if lock.taken_over:
+            run.warn(lock.taken_over)
+        return run
+
+    # What the run says about itself
+
+    @property
+    def log(self) -> logging.Logger:
+        """The package's logger, whose lines go to run.log with time, worker and device."""
+        return self._log.logger
+
+    def phase(self, phase: Phase, detail: str = "") -> None:
+        """Enter a phase, or say more about the one that lasts, as in (LOADING_TARGETS, "2/5")."""
+        if phase is not self._recorder.phase:
+            self.log.info(f"phase: {phase}{f' {detail}' if detail else ''}")
+        self._recorder.set_phase(phase, detail)
+
+    def worker(self, name: str, device: str) -> Heartbeat:
+        """The heartbeat of the worker thread with this name. The thread must carry the same name."""
+        heartbeat = Heartbeat(name, device)
+        self._recorder.workers[name] = heartbeat
+        return heartbeat
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Add one line to metrics.jsonl, and hand it to the trackers. Floats that are not finite become null."""
+        record = finite(record)
+        self._metrics.write(json.dumps(record, separators=(",", ":")))
+
+    def progress(
+        self,
+        step: int,
+        steps: int | None = None,
+        epoch: float | None = None,
+        epochs: int | None = None,
+        loss: float | None = None,
+        context_tokens_per_s: float | None = None,
+        mean_context_tokens_per_s: float | None = None,
+        accept_length: float | None = None,
+        **more: float | int | None,
+    ) -> None:
+        """Say how far the run is; logs a step line every train.log_every_s seconds. None keeps the last value."""
+        figures: dict[str, Any] = {
+            "step": step,
+            "steps": steps,
+            "epoch": epoch,
+            "epochs": epochs,
+            "loss": loss,
+            "context_tokens_per_s": context_tokens_per_s,
+            "mean_context_tokens_per_s": mean_context_tokens_per_s,
+            "accept_length": accept_length,
+            **more,
+        }
+        self._recorder.set_progress(figures)
+        now = time.monotonic()
+        if now - self._logged_at >= self._log_every_s:
+            self._logged_at = now
+            self.log.info(_step_line(figures))
+
+    def warn(self, text: str) -> None:
+        """Log a warning, and show it among the last ones."""
+        self.log.warning(text)
+
+    def dump_stacks(self) -> None:
+        """Write where every thread stands to run.log."""
+        self._log.raw("Stacks of all threads:\n" + all_stacks())
+
+    # How it ends
+
+    def stop_requested(self) -> StopMode:
+        """Whether to stop: "graceful" after the step, saving; "now" without either. Costs nothing to ask."""
+        return self._stop
+
+    def finish(self, phase: Phase) -> None:
+        """Record how the run ended: FINISHED, STOPPED or STALLED."""
+        if phase not in ENDINGS or phase is Phase.CRASHED:
+            raise RuntimeError(f"a run finishes as finished, stopped or stalled, got {phase}; a crash has crash()")
+        self._end(phase, "")
+
+    def crash(
+        self, exception: BaseException, worker: str | None = None, device: str | None = None, step: int | None = None
+    ) -> None:
+        """Record the exception that ended the run, with its traceback in run.log. The first one counts."""
+        if self._recorder.phase is Phase.CRASHED:
+            return
+        worker = worker or threading.current_thread().name
+        device = self._device_of(worker) if device is None else device
+        text = f"{type(exception).__name__}: {exception}"
+        lines = traceback.format_exception(exception)
+        self._log.raw("".join(lines))
+        where = f"{worker}{f' on {device}' if device else ''}{f' at step {step}' if step is not None else ''}"
+        self.log.error(f"crashed in {where}: {text}")
+        self._recorder.set_error(
+            {"worker": worker, "device": device, "step": step, "text": text, "traceback": "".join(lines)[-4000:]}
+        )
+        self._end(Phase.CRASHED, text.splitlines()[0] if text else "")
+
+    def close(self) -> None:
+        """Write the last state, close every file and give the directory free. May be called twice."""
+        if self._closed or os.getpid() != self._owner_pid:  # a forked child has no part in it
+            return
+        self._closed = True
+        self._recorder.close()
+        self._metrics.close()
+        self._restore_signals()
+        self._log.close()
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        if threading.current_thread() is threading.main_thread():
+            self._take_signals()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exception: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._recorder.phase not in ENDINGS:
+                if isinstance(exception, KeyboardInterrupt):
+                    self.finish(Phase.STOPPED)
+                elif exception is not None:
+                    self.crash(exception)
+                else:
+                    error = RuntimeError("the run was left without finish() or crash()")
+                    self.crash(error)
+                    raise error
+        finally:
+            self.close()
+
+    # Inside
+
+    def _end(self, phase: Phase, detail: str) -> None:
+        self.phase(phase, detail)
+        self._recorder.write_now()
+
+    def _device_of(self, name: str) -> str:
+        worker = self._recorder.workers.get(name)
+        return worker.device if worker is not None else ""
+
+    def _on_trouble(self, message: str) -> None:
+        self.warn(message)
+
+    def _every_second(self, since_progress_s: float) -> None:
+        request = read_json(self.path / STOP_FILE, tries=1)
+        mine = ProcessIdentity.of_this().to_json()
+        if request is not None and request.get("process") == mine and request.get("mode") in ("graceful", "now"):
+            self._ask_stop(request["mode"])
+        if self._told_stop != self._stop:
+            self._told_stop = self._stop
+            self._recorder.stop_mode = self._stop
+            self.log.info("asked to stop " + ("at once" if self._stop == "now" else "after this step"))
+        stalled = since_progress_s > self._stall_s and self._recorder.phase not in ENDINGS
+        if stalled and not self._told_stall:
+            self.warn(
+                f"no progress for {since_progress_s:.0f} s in {self._recorder.phase}; all stacks are in {LOG_FILE}"
+            )
+            self.dump_stacks()
+        self._told_stall = stalled
+
+    def _ask_stop(self, mode: StopMode) -> None:
+        if self._stop != "now":
+            self._stop = mode
+
+    def _take_signals(self) -> None:
+        self._old_handlers = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        descriptor = self._log.file.fileno()
+        if descriptor is not None:
+            faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
+
+    def _restore_signals(self) -> None:
+        if self._old_handlers and threading.current_thread() is threading.main_thread():
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
+            self._old_handlers = {}
+        with contextlib.suppress(AttributeError):
+            faulthandler.unregister(signal.SIGUSR1)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only an assignment: the interrupted code may hold the log's lock. The monitor's thread tells it.
+        if self._stop == "now" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._stop = "graceful" if self._stop == "no" else "now"
+
+
+def _check_directory(path: Path, resume: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file; a run needs a directory: choose another run.dir")
+    if resume and not (path / STATE_FILE).exists():
+        raise InputError(f"{path} holds no run to resume; leave --resume out, or give the run's own directory")
+    if not resume and path.is_dir() and not (path / STATE_FILE).exists():
+        others = sorted(entry.name for entry in path.iterdir() if entry.name not in _KNOWN)
+        if others:
+            raise InputError(f"{path} holds files that are no run's ({others[0]}, ...); choose an empty run.dir")
+
+
+def _previous(path: Path, resume: bool) -> int:
+    """How often the directory's run was resumed, this time included; 0 for a first run. Refuses another run."""
+    state = read_json(path / STATE_FILE)
+    if state is None:
+        return 0
+    if not resume:
+        step = (state.get("progress") or {}).get("step")
+        at = f" at step {step}" if step is not None else ""
+        raise InputError(
+            f"{path} holds a run already (last seen {state.get('phase')}{at}); "
+            "go on with it by --resume, or choose another run.dir"
+        )
+    return int(state.get("resumes", 0)) + 1
+
+
+def _write_config(path: Path, text: str) -> None:
+    target = path / CONFIG_FILE
+    if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
+        number = 1
+        while (kept := path / f"config.{number}.yaml").exists():
+            number += 1
+        kept.write_text(old, encoding="utf-8")
+    new = path / f".{CONFIG_FILE}.new"
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, target)
+
+
+def _settings(config_yaml: str) -> dict[str, Any]:
+    raw = yaml.safe_load(config_yaml)
+    raw = raw if isinstance(raw, dict) else {}
+    names = {"stall_s": ("pipeline", "stall_s"), "log_every_s": ("train", "log_every_s")}
+    settings = {key: (raw.get(section) or {}).get(name) for key, (section, name) in names.items()}
+    monitor = raw.get("monitor") or {}
+    settings.update({key: monitor.get(key) for key in ("trackers", "project")})
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _step_line(figures: dict[str, Any]) -> str:
+    def known(key: str, form: str, scale: float | None = None) -> str:
+        value = figures.get(key)
+        if not isinstance(value, int | float):
+            return ""
+        return form.format(value if scale is None else value * scale)
+
+    parts = [
+        known("step", "step {:,}") + known("steps", " / {:,}"),
+        known("epoch", "epoch {:.4g}") + known("epochs", " / {:g}"),
+        known("loss", "loss {:.4f}"),
+        known("context_tokens_per_s", "{:.1f} Ktok/s", 1e-3)
+        + known("mean_context_tokens_per_s", " (mean {:.1f})", 1e-3),
+        known("accept_length", "acceptance {:.2f}"),
+    ]
+    return "  ".join(part for part in parts if part)
