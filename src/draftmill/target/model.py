@@ -33,12 +33,13 @@ class Taps:
 class Target:
     """One replica of the target: the model, whole or cut, on its device, in evaluation mode, without gradients."""
 
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, layers_path: str | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config
         model.eval().requires_grad_(False)
-        self.layers = decoder_layers(model)
+        self.layers_path = layers_path or find_decoder_layers(model)
+        self.layers: nn.ModuleList = model.get_decoder().get_submodule(self.layers_path)
         self.num_layers = len(self.layers)
 
     @property
@@ -58,10 +59,10 @@ class Target:
         if getattr(output, "bias", None) is not None:
             raise InputError(f"the LM head of {type(self.model).__name__} has a bias, which no DFlash engine serves")
         text = self.config.get_text_config()
-        matrix = embedding if output.weight is embedding else output.weight
+        embedding_VH = embedding.data
         return TargetHead(
-            embedding.data,
-            embedding.data if matrix is embedding else matrix.data,
+            embedding_VH,
+            embedding_VH if output.weight is embedding else output.weight.data,
             embedding_scale(text),
             logit_scale(text),
             getattr(text, "final_logit_softcapping", None),
@@ -80,7 +81,7 @@ class Target:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             moved = tensor.data.to(device)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
-        return Target(copy.deepcopy(self.model, memo), self.tokenizer)
+        return Target(copy.deepcopy(self.model, memo), self.tokenizer, self.layers_path)
 
     @contextmanager
     def taps(self, layer_ids: Sequence[int]) -> Iterator[Taps]:
@@ -110,8 +111,8 @@ class Target:
         self.model.get_decoder()(input_ids=tokens_BS, use_cache=False, **inputs)
 
 
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The model's decoder layers. Raises InputError, naming the architecture, where they can't be found."""
+def find_decoder_layers(model: Any) -> str:
+    """Path of the decoder layers' ModuleList inside the model's decoder. Raises InputError, naming the architecture, where they can't be found."""
     name = type(model).__name__
     try:
         decoder = model.get_decoder()
@@ -120,10 +121,10 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     except AttributeError as error:
         raise InputError(f"the target's architecture {name} is not a causal language model: {error}") from None
     found = [
-        (path.count("."), path, module)
+        (path.count("."), path)
         for path, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     if not found:
         raise InputError(f"the decoder layers of the target's architecture {name} can't be found ({count} expected)")
-    return min(found, key=lambda item: item[:2])[2]
+    return min(found)[1]
