@@ -1,0 +1,1 @@
+"""Checkpoints, resuming, and the layouts in which other programs keep a drafter."""
