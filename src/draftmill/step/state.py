@@ -1,0 +1,76 @@
+"""What one drafter replica owns on its device: weights, static input buffers, static outputs.
+
+Every tensor here lives as long as the replica and never moves, so a captured graph may read and write it. Whoever
+holds the state holds the buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftmill.drafter.loss import LossRule
+from draftmill.drafter.network import Drafter
+from draftmill.drafter.shape import DrafterShape
+from draftmill.records import Blocks
+from draftmill.step.flat import FlatParameters
+from draftmill.target.head import TargetHead
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The one shape of a run's drafter batches: T context slots, A anchor slots, and rows of a loss-head chunk."""
+
+    context_slots: int
+    anchor_slots: int
+    chunk_rows: int
+
+
+class StepState:
+    """Weights and buffers of one replica. Built in the worker thread that runs the step.
+
+    features_TF  [T, L*H], the compute type; blocks: static inputs, overwritten by `load`
+    totals       float32 [2]: sum of w*CE and sum of w since `begin`
+    correct_K, scored_K  float32 [K]: right and supervised slots since `begin`
+    correct_AK   bool [A, K]: which slots of the latest batch were right
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        head: TargetHead,
+        rule: LossRule,
+        shape: StepShape,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.drafter, self.rule, self.shape, self.device, self.dtype = drafter, rule, shape, device, dtype
+        self.head = head.to(device, dtype)
+        self.flat = FlatParameters(drafter, device, dtype)
+        size, blocks = drafter.shape, drafter.shape.block_size
+        rows = shape.anchor_slots * blocks
+        self.features_TF = torch.zeros(shape.context_slots, size.feature_size, device=device, dtype=dtype)
+        self.blocks = Blocks.empty(shape.context_slots, shape.anchor_slots, device)
+        self.slope_QH = torch.zeros(rows, size.hidden_size, device=device, dtype=dtype)
+        self.correct_AK = torch.zeros(shape.anchor_slots, blocks, device=device, dtype=torch.bool)
+        self.totals = torch.zeros(2, device=device)
+        self.correct_K = torch.zeros(blocks, device=device)
+        self.scored_K = torch.zeros(blocks, device=device)
+
+    @property
+    def drafter_shape(self) -> DrafterShape:
+        """The drafter's own shape."""
+        return self.drafter.shape
+
+    def load(self, features_TF: torch.Tensor, blocks: Blocks) -> None:
+        """Copy a batch into the static inputs on the current stream. features_TF [n <= T, L*H], any device and type."""
+        self.features_TF[: features_TF.shape[0]].copy_(features_TF, non_blocking=True)
+        self.blocks.copy_(blocks, non_blocking=True)
+
+    def begin(self) -> None:
+        """Start an optimizer step: no gradient, no totals."""
+        self.flat.gradient.zero_()
+        self.totals.zero_()
+        self.correct_K.zero_()
+        self.scored_K.zero_()
