@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from draftmill.errors import InputError
+from draftmill.monitor.layout import LOCK_FILE, STATE_FILE
 from draftmill.monitor.process import Presence, ProcessIdentity, is_alive
 from draftmill.monitor.state import read_json
 
-LOCK_FILE = "lock"
-STATE_FILE = "state.json"
 _ELSEWHERE_S = 120.0
 """A holder on another host, whose process can't be looked at, counts as alive this long after its last heartbeat."""
 

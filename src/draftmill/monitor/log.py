@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftmill.monitor.append import LineFile
+from draftmill.monitor.layout import LOG_FILE
 
-LOG_FILE = "run.log"
 _LOGGER = "draftmill"
 
 

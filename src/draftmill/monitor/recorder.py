@@ -21,6 +21,8 @@ from draftmill.monitor.state import StateFile
 
 WRITE_EVERY_S = 1.0
 _MAX_WARNINGS = 20
+_RATE_WINDOW = 512
+"""Steps over which the rate behind the ETA is taken, evaluations and saving between them included."""
 
 
 class Recorder:
@@ -31,6 +33,8 @@ class Recorder:
         stall_s: seconds without any progress after which the run counts as stalled
         on_second: called by the thread before each write, with the seconds since the last progress
         on_trouble: told once when the state can't be written, and once when it can again
+        run_id: names the run for trackers; the same after a resume
+        resumes: how often the run was resumed, this time included
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Recorder:
         stall_s: float,
         on_second: Callable[[float], None],
         on_trouble: Callable[[str], None],
+        run_id: str,
         resumes: int = 0,
     ) -> None:
         self._file = file
@@ -47,7 +52,7 @@ class Recorder:
         self._on_trouble = on_trouble
         self._process = ProcessIdentity.of_this()
         self._started_at, self._started_time = time.monotonic(), time.time()
-        self._resumes = resumes
+        self._run_id, self._resumes = run_id, resumes
         self.phase = Phase.STARTING
         self._detail = ""
         self._phase_at, self._phase_time = self._started_at, self._started_time
@@ -55,6 +60,7 @@ class Recorder:
         self.workers: dict[str, Heartbeat] = {}
         self._progress: dict[str, Any] = {}
         self._progress_at = self._started_at
+        self._recent_steps: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         self._warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
         self.gpus: dict[str, Any] | None = None
         self.stop_mode = "no"
@@ -89,6 +95,7 @@ class Recorder:
         """Take the last optimizer step's figures; those given as None keep their last value."""
         self._progress = {**self._progress, **{key: item for key, item in progress.items() if item is not None}}
         self._progress_at = time.monotonic()
+        self._recent_steps.append((self._progress_at, progress["step"]))
 
     def add_warning(self, text: str) -> None:
         """Keep a line among the last warnings."""
@@ -140,6 +147,14 @@ class Recorder:
             self._wake.wait(WRITE_EVERY_S)
             self._wake.clear()
 
+    def _eta_s(self) -> float | None:
+        """Seconds the remaining steps take at the recent rate; None before two steps, or without their number."""
+        recent, steps = list(self._recent_steps), self._progress.get("steps")
+        if steps is None or len(recent) < 2 or recent[-1][1] <= recent[0][1]:
+            return None
+        seconds_a_step = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
+        return max(0, steps - recent[-1][1]) * seconds_a_step
+
     def _compose(self) -> dict[str, Any]:
         now = time.monotonic()
         self._num_writes += 1
@@ -154,6 +169,7 @@ class Recorder:
             "process": self._process.to_json(),
             "started_at": self._started_at,
             "started_time": self._started_time,
+            "run_id": self._run_id,
             "resumes": self._resumes,
             "written_at": now,
             "written_time": time.time(),
@@ -161,6 +177,7 @@ class Recorder:
             "stall_s": self._stall_s,
             "since_progress_s": round(self.since_progress_s(), 3),
             "progress": self._progress,
+            "eta_s": self._eta_s(),
             "workers": {name: worker.to_json(now) for name, worker in list(self.workers.items())},
             "gpus": self.gpus,
             "warnings": list(self._warnings),

@@ -7,40 +7,43 @@ Never imports torch.
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
 import logging
 import os
-import signal
 import threading
 import time
 import traceback
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any
 
 import yaml
 
 from draftmill.errors import InputError
 from draftmill.monitor.append import LineFile
+from draftmill.monitor.gpus import GpuSource, GpuWatch, NvmlSource
 from draftmill.monitor.heartbeat import Heartbeat
-from draftmill.monitor.lock import STATE_FILE, Lock
-from draftmill.monitor.log import LOG_FILE, RunLog
+from draftmill.monitor.layout import (
+    ENVIRONMENT_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    STATE_FILE,
+    STOP_FILE,
+    TENSORBOARD,
+    check_directory,
+    previous_state,
+    write_config,
+)
+from draftmill.monitor.lock import Lock
+from draftmill.monitor.log import RunLog
 from draftmill.monitor.phases import ENDINGS, Phase
-from draftmill.monitor.process import ProcessIdentity
 from draftmill.monitor.recorder import Recorder
 from draftmill.monitor.stacks import all_stacks
-from draftmill.monitor.state import StateFile, finite, read_json
-
-METRICS_FILE = "metrics.jsonl"
-CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
-STOP_FILE = "stop"
-_KNOWN = frozenset({LOG_FILE, "lock", "tensorboard", "checkpoints", STOP_FILE})
-"""Entries that a directory may hold before its first run begins."""
-
-StopMode = Literal["no", "graceful", "now"]
+from draftmill.monitor.state import StateFile, finite
+from draftmill.monitor.stopping import StopMode, StopWish
+from draftmill.monitor.trackers import TrackedRun, TrackerFeed, check_installed
 
 
 class RunDirectory:
@@ -51,23 +54,38 @@ class RunDirectory:
     stack to run.log.
     """
 
-    def __init__(self, path: Path, lock: Lock, resumes: int, settings: dict[str, Any], console: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: Lock,
+        previous: dict[str, Any] | None,
+        config: dict[str, Any],
+        console: bool,
+        gpu_source: Callable[[], GpuSource],
+    ) -> None:
         self.path = path
         self._lock = lock
         self._owner_pid = os.getpid()
-        self._log_every_s = float(settings.get("log_every_s", 10.0))
-        self._stall_s = float(settings.get("stall_s", 600.0))
+        self._log_every_s = float(_setting(config, "train", "log_every_s", 10.0))
+        self._stall_s = float(_setting(config, "pipeline", "stall_s", 600.0))
         self._logged_at = -1e9
-        self._stop: StopMode = "no"
-        self._told_stop: StopMode = "no"
+        self._stop = StopWish(path)
         self._told_stall = False
         self._closed = False
-        self._old_handlers: dict[int, Any] = {}
+        run_id = str((previous or {}).get("run_id") or uuid.uuid4().hex[:12])
         self._recorder = Recorder(
-            StateFile(path / STATE_FILE), self._stall_s, self._every_second, self._on_trouble, resumes
+            StateFile(path / STATE_FILE),
+            self._stall_s,
+            self._every_second,
+            self.warn,
+            run_id,
+            resumes=int(previous.get("resumes", 0)) + 1 if previous else 0,
         )
         self._log = RunLog(path, self._device_of, self._recorder.add_warning, console=console)
         self._metrics = LineFile(path / METRICS_FILE, self.warn)
+        tracked = TrackedRun(path, _setting(config, "monitor", "project", "draftmill"), run_id, config)
+        self._trackers = TrackerFeed(_setting(config, "monitor", "trackers", ["tensorboard"]), tracked, self.warn)
+        self._gpus = GpuWatch(gpu_source, self._set_gpus)
 
     @classmethod
     def create(
@@ -78,6 +96,7 @@ class RunDirectory:
         resume: bool = False,
         *,
         console: bool = True,
+        gpu_source: Callable[[], GpuSource] = NvmlSource,
     ) -> RunDirectory:
         """Take a directory for a run, and write its first files.
 
@@ -87,14 +106,17 @@ class RunDirectory:
             environment: versions, commit, devices; no secrets
             resume: go on with the run that the directory holds, instead of asking for a directory without one
             console: whether the log's lines go to standard error as well
+            gpu_source: opens what GPUs are read through
 
         Raises:
             InputError: a living process has the directory; it holds another run, or files of something else;
                 or, with resume, it holds no run; or it can't be written.
         """
         path = Path(path)
+        config = yaml.safe_load(config_yaml) or {}
+        check_installed(_setting(config, "monitor", "trackers", []))
         try:
-            _check_directory(path, resume)
+            check_directory(path, resume)
             path.mkdir(parents=True, exist_ok=True)
             lock = Lock.take(path)
         except OSError as error:
@@ -102,13 +124,15 @@ class RunDirectory:
                 f"{path} can't be used as a run directory: {error.strerror}; choose another run.dir"
             ) from None
         try:
-            previous = _previous(path, resume)
-            run = cls(path, lock, resumes=previous, settings=_settings(config_yaml), console=console)
+            previous = previous_state(path, resume)
+            run = cls(path, lock, previous, config, console, gpu_source)
             (path / STOP_FILE).unlink(missing_ok=True)
-            _write_config(path, config_yaml)
+            write_config(path, config_yaml)
             StateFile(path / ENVIRONMENT_FILE).write(environment)
-            (path / "tensorboard").mkdir(exist_ok=True)
+            (path / TENSORBOARD).mkdir(exist_ok=True)
             run._recorder.start()
+            run._trackers.start()
+            run._gpus.start()
         except BaseException as error:
             lock.release()
             if isinstance(error, OSError):
@@ -141,6 +165,16 @@ class RunDirectory:
         """Add one line to metrics.jsonl, and hand it to the trackers. Floats that are not finite become null."""
         record = finite(record)
         self._metrics.write(json.dumps(record, separators=(",", ":")))
+        self._trackers.put(record)
+
+    def use_gpus(self, uuids: Mapping[str, str], own_bytes: Callable[[str], int] | None = None) -> None:
+        """Say which GPUs are the run's.
+
+        Args:
+            uuids: the driver's UUID of each device, as in {"cuda:0": "GPU-..."}
+            own_bytes: bytes that this process holds of a device; asked where the driver doesn't tell (containers)
+        """
+        self._gpus.use(uuids, own_bytes)
 
     def progress(
         self,
@@ -184,7 +218,7 @@ class RunDirectory:
 
     def stop_requested(self) -> StopMode:
         """Whether to stop: "graceful" after the step, saving; "now" without either. Costs nothing to ask."""
-        return self._stop
+        return self._stop.mode
 
     def finish(self, phase: Phase) -> None:
         """Record how the run ended: FINISHED, STOPPED or STALLED."""
@@ -215,15 +249,16 @@ class RunDirectory:
         if self._closed or os.getpid() != self._owner_pid:  # a forked child has no part in it
             return
         self._closed = True
+        self._gpus.close()
+        self._trackers.close()
         self._recorder.close()
         self._metrics.close()
-        self._restore_signals()
+        self._stop.restore_signals()
         self._log.close()
         self._lock.release()
 
     def __enter__(self) -> RunDirectory:
-        if threading.current_thread() is threading.main_thread():
-            self._take_signals()
+        self._stop.take_signals(self._log.file.fileno())
         return self
 
     def __exit__(
@@ -252,18 +287,15 @@ class RunDirectory:
         worker = self._recorder.workers.get(name)
         return worker.device if worker is not None else ""
 
-    def _on_trouble(self, message: str) -> None:
-        self.warn(message)
+    def _set_gpus(self, reading: dict[str, Any]) -> None:
+        self._recorder.gpus = reading
 
     def _every_second(self, since_progress_s: float) -> None:
-        request = read_json(self.path / STOP_FILE, tries=1)
-        mine = ProcessIdentity.of_this().to_json()
-        if request is not None and request.get("process") == mine and request.get("mode") in ("graceful", "now"):
-            self._ask_stop(request["mode"])
-        if self._told_stop != self._stop:
-            self._told_stop = self._stop
-            self._recorder.stop_mode = self._stop
-            self.log.info("asked to stop " + ("at once" if self._stop == "now" else "after this step"))
+        self._stop.look()
+        mode = self._stop.mode
+        if self._recorder.stop_mode != mode:
+            self._recorder.stop_mode = mode
+            self.log.info("asked to stop " + ("at once" if mode == "now" else "after this step"))
         stalled = since_progress_s > self._stall_s and self._recorder.phase not in ENDINGS
         if stalled and not self._told_stall:
             self.warn(
@@ -272,79 +304,10 @@ class RunDirectory:
             self.dump_stacks()
         self._told_stall = stalled
 
-    def _ask_stop(self, mode: StopMode) -> None:
-        if self._stop != "now":
-            self._stop = mode
 
-    def _take_signals(self) -> None:
-        self._old_handlers = {
-            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        descriptor = self._log.file.fileno()
-        if descriptor is not None:
-            faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
-
-    def _restore_signals(self) -> None:
-        if self._old_handlers and threading.current_thread() is threading.main_thread():
-            for number, handler in self._old_handlers.items():
-                signal.signal(number, handler)
-            self._old_handlers = {}
-        with contextlib.suppress(AttributeError):
-            faulthandler.unregister(signal.SIGUSR1)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only an assignment: the interrupted code may hold the log's lock. The monitor's thread tells it.
-        if self._stop == "now" and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._stop = "graceful" if self._stop == "no" else "now"
-
-
-def _check_directory(path: Path, resume: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file; a run needs a directory: choose another run.dir")
-    if resume and not (path / STATE_FILE).exists():
-        raise InputError(f"{path} holds no run to resume; leave --resume out, or give the run's own directory")
-    if not resume and path.is_dir() and not (path / STATE_FILE).exists():
-        others = sorted(entry.name for entry in path.iterdir() if entry.name not in _KNOWN)
-        if others:
-            raise InputError(f"{path} holds files that are no run's ({others[0]}, ...); choose an empty run.dir")
-
-
-def _previous(path: Path, resume: bool) -> int:
-    """How often the directory's run was resumed, this time included; 0 for a first run. Refuses another run."""
-    state = read_json(path / STATE_FILE)
-    if state is None:
-        return 0
-    if not resume:
-        step = (state.get("progress") or {}).get("step")
-        at = f" at step {step}" if step is not None else ""
-        raise InputError(
-            f"{path} holds a run already (last seen {state.get('phase')}{at}); "
-            "go on with it by --resume, or choose another run.dir"
-        )
-    return int(state.get("resumes", 0)) + 1
-
-
-def _write_config(path: Path, text: str) -> None:
-    target = path / CONFIG_FILE
-    if target.exists() and (old := target.read_text(encoding="utf-8")) != text:
-        number = 1
-        while (kept := path / f"config.{number}.yaml").exists():
-            number += 1
-        kept.write_text(old, encoding="utf-8")
-    new = path / f".{CONFIG_FILE}.new"
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, target)
-
-
-def _settings(config_yaml: str) -> dict[str, Any]:
-    raw = yaml.safe_load(config_yaml)
-    raw = raw if isinstance(raw, dict) else {}
-    names = {"stall_s": ("pipeline", "stall_s"), "log_every_s": ("train", "log_every_s")}
-    settings = {key: (raw.get(section) or {}).get(name) for key, (section, name) in names.items()}
-    monitor = raw.get("monitor") or {}
-    settings.update({key: monitor.get(key) for key in ("trackers", "project")})
-    return {key: value for key, value in settings.items() if value is not None}
+def _setting(config: dict[str, Any], section: str, name: str, default: Any) -> Any:
+    value = (config.get(section) or {}).get(name)
+    return default if value is None else value
 
 
 def _step_line(figures: dict[str, Any]) -> str:
