@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from draftmill.errors import InputError
 
@@ -88,6 +90,24 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not JSON: {error}") from None
 
 
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write named tensors, from any device, as a safetensors file and wait until it is on the disk. Raises OSError."""
+    plain = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that are parts of one buffer, as flat optimizer buffers have
+        plain[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    try:
+        save_file(plain, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # it hands the system's number on inside its text only
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    sync_file(path)
+
+
 def replace_folder(new: Path, final: Path) -> None:
     """Rename a written folder into place, over an older one of that name if there is one, durably.
 
@@ -118,17 +138,9 @@ def remove_folder(path: Path) -> None:
 
 @contextmanager
 def clear_write_errors(what: str, advice: str) -> Iterator[None]:
-    """Turn what the system or safetensors says about a failed write into one InputError line with the file's name."""
+    """Turn what the system says about a failed write into one InputError line with the file's name."""
     try:
         yield
-    except SafetensorError as error:
-        raise InputError(f"{what} was not written: {_reason(error)}; {advice}") from error
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise InputError(f"{what} was not written: {error.strerror or error}{where}; {advice}") from error
-
-
-def _reason(error: SafetensorError) -> str:
-    # safetensors hands the system's number on inside its text only
-    number = re.search(r"os error (\d+)", str(error))
-    return os.strerror(int(number[1])) if number else str(error)

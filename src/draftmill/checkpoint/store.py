@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draftmill.checkpoint.durable import (
     aside,
@@ -34,9 +34,9 @@ from draftmill.checkpoint.durable import (
     read_json,
     remove_folder,
     replace_folder,
-    sync_file,
     sync_folder,
     write_json,
+    write_tensors,
 )
 from draftmill.errors import InputError
 
@@ -98,13 +98,15 @@ def save(run_dir: Path, step: int, tensors: Tensors, optimizer: dict[str, Tensor
     final = root / f"step-{step}"
     advice = "earlier checkpoints are untouched; free space or make the folder writable"
     with clear_write_errors(f"checkpoint {final}", advice):
-        root.mkdir(parents=True, exist_ok=True)
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync_folder(run_dir)
         remove_leftovers(run_dir)
         temporary = root / f".writing-step-{step}-{secrets.token_hex(4)}"
         temporary.mkdir()
         try:
-            _save_tensors(temporary / DRAFTER_FILE, tensors)
-            _save_tensors(
+            write_tensors(temporary / DRAFTER_FILE, tensors)
+            write_tensors(
                 temporary / OPTIMIZER_FILE,
                 {f"{group}/{name}": tensor for group, named in optimizer.items() for name, tensor in named.items()},
             )
@@ -203,16 +205,6 @@ def _by_acceptance(entries: list[Entry]) -> list[Entry]:
         if entry.problem is None and entry.accept_length is not None and math.isfinite(entry.accept_length)
     ]
     return [entry for _, _, entry in sorted(scored, key=lambda item: item[:2])]
-
-
-def _save_tensors(path: Path, tensors: Tensors) -> None:
-    # safetensors refuses tensors that are parts of one buffer, as flat optimizer buffers have
-    plain = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        plain[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-    save_file(plain, path, metadata={"format": "pt"})
-    sync_file(path)
 
 
 def _load_tensors(path: Path) -> Tensors:

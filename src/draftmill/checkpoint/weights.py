@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from draftmill.checkpoint.durable import read_json, sync_file, write_json
+from draftmill.checkpoint.durable import read_json, write_json, write_tensors
 from draftmill.checkpoint.store import Tensors
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
@@ -68,15 +67,12 @@ def check_tensors(tensors: Tensors, shape: DrafterShape, where: str) -> None:
 def write_weights(folder: Path, tensors: Tensors, dtype: torch.dtype, max_file_bytes: int) -> list[str]:
     """Write tensors as model.safetensors, or as several files and an index where they exceed `max_file_bytes`.
 
-    Each tensor is rounded to `dtype` when its file is written. Returns the names of the files. Raises OSError or
-    SafetensorError.
+    Each tensor is rounded to `dtype` when its file is written. Returns the names of the files. Raises OSError.
     """
     sketch = {name: torch.empty(tensor.shape, dtype=dtype, device="meta") for name, tensor in tensors.items()}
     plan = split_torch_state_dict_into_shards(sketch, max_shard_size=max_file_bytes)
     for file, names in plan.filename_to_tensors.items():
-        rounded = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file({n: t.clone() if _is_part(t) else t for n, t in rounded.items()}, folder / file, {"format": "pt"})
-        sync_file(folder / file)
+        write_tensors(folder / file, {name: tensors[name].detach().to(dtype) for name in names})
     files = list(plan.filename_to_tensors)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -121,10 +117,6 @@ def _read_file(path: Path, skip: frozenset[str]) -> Iterator[tuple[str, torch.Te
                     yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} can't be read: {error}") from error
-
-
-def _is_part(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def _some(names: list[str]) -> str:

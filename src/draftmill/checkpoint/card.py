@@ -1,0 +1,199 @@
+"""The model card of an exported drafter: what it is for, how it was made, how well it drafts, how to serve it.
+
+Owns the text of README.md and the record of evaluations beside a drafter. Measures nothing.
+
+Serving options: sgl-project/sglang docs, "Speculative Decoding"; docs.vllm.ai, "Speculative Decoding" and speculators'
+"Serve in vLLM"; the cards of z-lab's own drafters.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from draftmill.checkpoint.durable import read_json, write_json
+from draftmill.checkpoint.source import EVALUATION_FILE, FACTS_FILE
+from draftmill.drafter.shape import DrafterShape
+
+CARD_FILE = "README.md"
+
+_RECIPE = {
+    "train": (
+        "epochs",
+        "max_steps",
+        "lr",
+        "schedule",
+        "warmup_share",
+        "betas",
+        "weight_decay",
+        "clip",
+        "loss",
+        "gamma",
+        "num_anchors",
+        "anchor_draws",
+        "accumulate",
+    ),
+    "data": ("max_length", "token_budget", "batching"),
+    "drafter": ("init", "from_checkpoint"),
+    "run": ("seed",),
+}
+
+
+def card(shape: DrafterShape, facts: dict[str, Any], layout: str, name: str) -> str:
+    """README.md of a drafter exported in a layout as a folder called `name`; facts as in `source.Source`."""
+    target = (facts.get("target") or {}).get("model")
+    parts = [
+        _front_matter(target),
+        f"# {name}\n",
+        f"A DFlash drafter (block diffusion, [arXiv 2602.06036](https://arxiv.org/abs/2602.06036)) for "
+        f"{_code(target)}. It proposes up to {shape.block_size - 1} tokens at once, which the target verifies; "
+        "the target's output stays what it is.\n",
+        _made_of(shape, facts, layout),
+        _acceptance(facts),
+        _serving(shape, facts, layout, target or "TARGET", name),
+        _recipe(facts),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def notes(shape: DrafterShape, layout: str) -> list[str]:
+    """What a user must know of where this drafter can be served; one sentence each."""
+    found = []
+    if shape.rope.get("partial_rotary_factor", 1.0) != 1.0:
+        found.append(
+            f"Only the first {shape.rope['partial_rotary_factor']:g} of each head is rotated "
+            "(`partial_rotary_factor`). vLLM does so; SGLang's DFlash model and the `dflash` package 0.1.0 rotate the "
+            "whole head and would draft badly."
+        )
+    if shape.sliding_layers and len(shape.sliding_layers) < shape.num_layers:
+        found.append(
+            "Some layers slide and some do not: vLLM serves such a mix with its V2 model runner only "
+            "(`VLLM_USE_V2_MODEL_RUNNER=1`)."
+        )
+    if shape.embedding_scale != 1.0:
+        found.append(
+            f"The target scales its embeddings by {shape.embedding_scale:g}: the engine must apply "
+            "`dflash_config.input_embedding_scale`."
+        )
+    if shape.logit_scale != 1.0 or shape.logit_softcap is not None:
+        found.append(
+            "The target scales or bounds its logits. Greedy drafts do not depend on it; sampled ones are best where "
+            "the engine applies `output_multiplier` and `final_logit_softcapping`."
+        )
+    if layout == "speculators":
+        found.append("SGLang does not read this layout; `draftmill export --layout zlab` writes the one it reads.")
+    return found
+
+
+def serving_commands(layout: str, target: str, drafter: str, draft_tokens: int) -> dict[str, str]:
+    """Shell commands that serve a target with this drafter, by engine. `draft_tokens`: drafted ones of a block."""
+    speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": draft_tokens})
+    commands = {"vLLM": f"vllm serve {shlex.quote(target)} \\\n  --speculative-config {shlex.quote(speculative)}"}
+    if layout == "zlab":
+        commands["SGLang"] = (
+            f"python -m sglang.launch_server \\\n  --model-path {shlex.quote(target)} \\\n"
+            f"  --speculative-algorithm DFLASH \\\n  --speculative-draft-model-path {shlex.quote(drafter)} \\\n"
+            f"  --speculative-num-draft-tokens {draft_tokens + 1}"
+        )
+    return dict(sorted(commands.items()))
+
+
+def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation: dict[str, Any]) -> None:
+    """Keep an evaluation with a drafter: in evaluation.json of a checkpoint, or in the card of an exported folder.
+
+    evaluation  {"rows": [{column: value}, ...], "best_draft_tokens": n or None}; the columns are the caller's words,
+                as "suite", "accept_length (mean over responses)", "speed-up".
+    Raises OSError.
+    """
+    if layout == "draftmill":
+        write_json(folder / EVALUATION_FILE, evaluation)
+        return
+    path = folder / FACTS_FILE
+    record = read_json(path)
+    record["facts"]["evaluation"] = evaluation
+    write_json(path, record)
+    (folder / CARD_FILE).write_text(card(shape, record["facts"], layout, record["name"]), encoding="utf-8")
+
+
+def _front_matter(target: str | None) -> str:
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if target and target.count("/") == 1 and not target.startswith((".", "/", "~")):
+        lines.append(f"base_model: {target}")
+    tags = ["dflash", "speculative-decoding", "block-diffusion", "draft-model", "draftmill"]
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---\n"])
+
+
+def _made_of(shape: DrafterShape, facts: dict[str, Any], layout: str) -> str:
+    target = facts.get("target") or {}
+    rows = {
+        "target": _code(target.get("model")),
+        "target revision": _code(target.get("revision")),
+        "data fingerprint": _code(facts.get("data_fingerprint")),
+        "training step": facts.get("step"),
+        "training length (tokens)": facts.get("training_length"),
+        "position limit (the target's)": shape.max_position_embeddings,
+        "layers": shape.num_layers,
+        "block size": shape.block_size,
+        "mask token id": shape.mask_token_id,
+        "tapped target layers (0-based)": ", ".join(map(str, shape.target_layer_ids)),
+        "sliding layers": ", ".join(map(str, shape.sliding_layers)) or "none",
+        "layout": layout,
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {_shown(value)} |" for key, value in rows.items())]) + "\n"
+
+
+def _acceptance(facts: dict[str, Any]) -> str:
+    evaluation = facts.get("evaluation") or {}
+    lines = ["## Acceptance\n"]
+    if facts.get("accept_length") is not None:
+        lines.append(
+            f"Held-out, teacher-forced, while training: acceptance length {facts['accept_length']:.3f} tokens a block "
+            "(the target's own token counted).\n"
+        )
+    if by_slot := facts.get("accept_by_slot"):
+        lines += [
+            "| slot | " + " | ".join(str(slot) for slot in range(1, len(by_slot) + 1)) + " |",
+            "|---" * (len(by_slot) + 1) + "|",
+            "| accepted | " + " | ".join(f"{share:.3f}" for share in by_slot) + " |\n",
+        ]
+    if rows := evaluation.get("rows"):
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        lines += ["Real speculative decoding:\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(_shown(row.get(column)) for column in columns)} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines) if len(lines) > 1 else "## Acceptance\n\nNot measured yet: `draftmill evaluate` does.\n"
+
+
+def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: str, name: str) -> str:
+    best = (facts.get("evaluation") or {}).get("best_draft_tokens")
+    lines = ["## Serving\n"]
+    if best is not None:
+        lines.append(f"{best} drafted tokens were the fastest when measured.\n")
+    for engine, command in serving_commands(layout, target, name, best or shape.block_size - 1).items():
+        lines.append(f"{engine}:\n\n```bash\n{command}\n```\n")
+    if layout == "speculators":
+        lines.append(f"vLLM also finds the target by itself: `vllm serve {shlex.quote(name)}`.\n")
+    return "\n".join(lines + [f"- {note}" for note in notes(shape, layout)]) + "\n"
+
+
+def _recipe(facts: dict[str, Any]) -> str:
+    config = facts.get("config") or {}
+    found = {
+        f"{section}.{key}": config[section][key]
+        for section, keys in _RECIPE.items()
+        for key in keys
+        if (config.get(section) or {}).get(key) is not None
+    }
+    if not found:
+        return ""
+    return "\n".join(["## Recipe\n", "```yaml", *(f"{key}: {value}" for key, value in found.items()), "```\n"])
+
+
+def _code(value: Any) -> str | None:
+    return f"`{value}`" if value else None
+
+
+def _shown(value: Any) -> str:
+    return "unknown" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
