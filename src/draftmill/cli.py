@@ -68,3 +68,24 @@ def main(arguments: list[str] | None = None) -> None:
 def _fail(message: str) -> None:
     print(f"draftmill: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
+
+
+@app.command()
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Run, checkpoint or published drafter folder.")
+    ],
+    layout: Annotated[str, typer.Option(help="zlab (SGLang, vLLM, z-lab) or speculators (vLLM).")],
+    output: Annotated[str, typer.Option(help="New or empty folder for weights, config and model card.")],
+    dtype: Annotated[str, typer.Option(help="Type of the stored weights: bfloat16 or float32.")] = "bfloat16",
+    target: Annotated[str | None, typer.Option(help="The target, where the source does not name it.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare with every installed reader first.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+) -> None:
+    """Write a drafter in a layout that serving engines read."""
+    from draftmill.checkpoint.export import export as write
+
+    exported = write(source, layout, output, dtype=dtype, target=target, check=check, force=force)
+    for line in exported.lines:
+        typer.echo(line)
+    typer.echo(f"{exported.num_parameters:,} parameters in {dtype} written to {exported.folder}")
