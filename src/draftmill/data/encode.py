@@ -1,0 +1,258 @@
+"""From a row to a sample: rendered, tokenized, masked, cut and checked.
+
+Owns the tokenizer and what it is described by. Never reads a file and never writes the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from draftmill.data.chats import BadSample, Chat, Tokens, is_written_by_target, parse_row
+from draftmill.data.render import ChatTemplate, Span
+from draftmill.errors import InputError
+
+LossOn = Literal["all", "last-turn"]
+
+# Texts tokenized in one call: enough to share its fixed cost, few enough to stay small.
+_BATCH = 64
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSettings:
+    """All that a sample depends on besides its row; goes to worker processes as it is."""
+
+    target: str
+    max_length: int
+    loss_on: LossOn = "all"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def most_characters(self) -> int:
+        """A longer text is refused: nearly all of it would be cut off, after being tokenized."""
+        return max(4 * _MIB, 64 * self.max_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample to be kept. digest: 16 bytes, equal for equal tokens and masks."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    digest: bytes
+    notes: tuple[str, ...] = ()
+
+
+class Encoder:
+    """Turns rows into samples; the target's tokenizer alone is loaded for it."""
+
+    def __init__(self, settings: EncodeSettings) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            InputError: no tokenizer there, or none that can tell where its tokens lie in the text.
+        """
+        self.settings = settings
+        self.tokenizer = _load_tokenizer(settings)
+        self.vocab_size = len(self.tokenizer)
+        # Trimmed offsets and added tokens come from the post-processor, cuts and padding from saved settings.
+        plain = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        plain.update(post_processor=None, truncation=None, padding=None)
+        self._plain = json.dumps(plain, sort_keys=True)
+        from tokenizers import Tokenizer
+
+        self._backend = Tokenizer.from_str(self._plain)
+        has_template = bool(self.tokenizer.chat_template)
+        self._template = (
+            ChatTemplate(self.tokenizer, settings.template_arguments, self._stops()) if has_template else None
+        )
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Equal for tokenizers that give the same ids."""
+        return hashlib.sha256(self._plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    @property
+    def template_hash(self) -> str | None:
+        """Of the template's text, the special tokens it can name, and the arguments it is given."""
+        if self._template is None:
+            return None
+        parts = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map, self.settings.template_arguments]
+        text = json.dumps(parts, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def encode(self, rows: Sequence[Any]) -> list[Sample | BadSample]:
+        """A sample, or the reason why there is none, for each row. A row may be a BadSample already."""
+        results: list[Sample | BadSample] = []
+        for first in range(0, len(rows), _BATCH):
+            results += self._encode_batch(rows[first : first + _BATCH])
+        return results
+
+    def decode(self, input_ids: np.ndarray) -> str:
+        """The text of token ids, special tokens included."""
+        return self.tokenizer.decode(input_ids.tolist(), skip_special_tokens=False)
+
+    def _encode_batch(self, rows: Sequence[Any]) -> list[Sample | BadSample]:
+        prepared = [self._prepare(row) for row in rows]
+        texts = [item[0] for item in prepared if isinstance(item, tuple)]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        results: list[Sample | BadSample] = []
+        for item in prepared:
+            try:
+                if isinstance(item, tuple):
+                    text, spans, notes = item
+                    encoding = next(encodings)
+                    ids = np.array(encoding.ids, dtype=np.int32)
+                    mask = _token_mask(encoding, spans, len(ids), len(text))
+                    results.append(self._finish(ids, mask, notes))
+                elif isinstance(item, Tokens):
+                    results.append(self._finish(item.input_ids, item.loss_mask, ()))
+                else:
+                    results.append(item)
+            except BadSample as bad:
+                results.append(bad)
+        return results
+
+    def _prepare(self, row: Any) -> tuple[str, list[Span], tuple[str, ...]] | Tokens | BadSample:
+        if isinstance(row, BadSample):
+            return row
+        try:
+            sample = parse_row(row, self.vocab_size)
+            if isinstance(sample, Tokens):
+                return sample
+            if self._template is None:
+                raise InputError(
+                    f"the tokenizer of {self.settings.target} has no chat template; give one with "
+                    "--chat-template FILE, or rows of input_ids and loss_mask"
+                )
+            text = self._template.render(sample.messages, sample.tools)
+            _check_text(text, self.settings.most_characters)
+            spans = self._template.turns(sample, text)
+        except BadSample as bad:
+            return bad
+        spans = spans[-1:] if self.settings.loss_on == "last-turn" else spans
+        return text, spans, (*sample.notes, *_notes(sample, text))
+
+    def _finish(self, ids: np.ndarray, mask: np.ndarray, notes: tuple[str, ...]) -> Sample:
+        """Cut, then check: a block needs two supervised tokens in a row."""
+        limit = self.settings.max_length
+        if len(ids) > limit:
+            notes = (*notes, "cut at max_length")
+        whole, ids, mask = mask, ids[:limit], mask[:limit]
+        if not (mask[:-1] & mask[1:]).any():
+            lost = (whole[:-1] & whole[1:]).any()
+            raise BadSample(
+                "nothing to learn before max_length" if lost else "fewer than two supervised tokens in a row",
+                f"{len(whole)} tokens, {int(whole.sum())} supervised",
+            )
+        return Sample(ids, mask, hashlib.blake2b(ids.tobytes() + mask.tobytes(), digest_size=16).digest(), notes)
+
+    def _stops(self) -> list[str]:
+        """The tokens that end an answer: the tokenizer's, and those of the model's generation settings."""
+        ids = {self.tokenizer.eos_token_id, *_eos_ids(self.settings, "generation_config.json")}
+        ids |= set(_eos_ids(self.settings, "config.json"))
+        known = [token for token in ids if isinstance(token, int) and 0 <= token < self.vocab_size]
+        return [text for text in self.tokenizer.convert_ids_to_tokens(sorted(known)) if text]
+
+
+def _token_mask(encoding: Any, spans: list[Span], num_tokens: int, num_characters: int) -> np.ndarray:
+    """Tokens that begin inside a span. One that begins before it and reaches into it was not the target's to write."""
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    for first, last in spans:
+        mask[
+            _token_from(encoding, first, num_tokens, num_characters) : _token_from(
+                encoding, last, num_tokens, num_characters
+            )
+        ] = True
+    return mask
+
+
+def _token_from(encoding: Any, character: int, num_tokens: int, num_characters: int) -> int:
+    """The first token that begins at `character` or after it."""
+    if character >= num_characters:
+        return num_tokens
+    token = encoding.char_to_token(character)
+    if token is None:  # no token holds it, as a space that the tokenizer drops
+        starts = [start for start, _ in encoding.offsets]
+        return next((index for index, start in enumerate(starts) if start >= character), num_tokens)
+    start, _ = encoding.token_to_chars(token)
+    if start >= character:
+        return token
+    # several tokens can share the one straddling character
+    return next((t for t in range(token + 1, num_tokens) if encoding.token_to_chars(t)[0] >= character), num_tokens)
+
+
+def _check_text(text: str, most_characters: int) -> None:
+    if len(text) > most_characters:
+        raise BadSample(f"longer than {most_characters:,} characters", f"{len(text):,} characters")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadSample("text is not valid Unicode", "it holds half of a surrogate pair") from None
+
+
+def _notes(chat: Chat, text: str) -> list[str]:
+    for message in filter(is_written_by_target, chat.messages):
+        reasoning = message.get("reasoning_content")
+        if reasoning and reasoning.strip()[-24:] not in text:
+            return ["reasoning that the template leaves out"]
+    return []
+
+
+def _load_tokenizer(settings: EncodeSettings) -> Any:
+    from transformers import AutoTokenizer
+
+    target = settings.target
+    looks_like_path = target.startswith((".", "/", "~")) or target.count("/") > 1
+    if looks_like_path and not Path(target).expanduser().is_dir():
+        raise InputError(f"no model folder at {target}; give a folder or a hub id as --target")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(Path(target).expanduser()) if looks_like_path else target,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except Exception as error:  # its many causes are all the same to the user: no tokenizer there
+        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise InputError(
+            f"can't load the tokenizer of {target}: {first_line}; give a model folder or a hub id as --target"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            f"the tokenizer of {target} ({type(tokenizer).__name__}) can't say where its tokens lie in the text; "
+            "prepare needs one backed by the tokenizers library (a tokenizer.json)"
+        )
+    if settings.chat_template is not None:
+        tokenizer.chat_template = settings.chat_template
+    return tokenizer
+
+
+def _eos_ids(settings: EncodeSettings, name: str) -> list[int]:
+    from transformers.utils import cached_file
+
+    local = Path(settings.target).expanduser() / name
+    path: str | os.PathLike[str] | None = local if local.is_file() else None
+    if path is None and not Path(settings.target).expanduser().is_dir():
+        try:
+            path = cached_file(
+                settings.target, name, revision=settings.revision, _raise_exceptions_for_missing_entries=False
+            )
+        except OSError:
+            path = None
+    if path is None:
+        return []
+    config = json.loads(Path(path).read_text(encoding="utf-8"))
+    ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    return ids if isinstance(ids, list) else [ids]
