@@ -1,0 +1,99 @@
+"""The run's one stream of batches: which number is which batch, and which drafter gets it.
+
+    numbers   0 ................ G-1 | G ......... 2G-1 | ... | held-out ... | ...
+    step      0                      | 1                |     | evaluation   |
+    drafter   number mod D, always
+
+A pure function of the plan: timing never changes it, and every number can be found again after a restart. G, the
+batches of a step, is drafters x accumulate; where an epoch's or an evaluation's batches do not fill the last group,
+EMPTY batches do, so that all drafters take equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from draftmill.records import BatchKind, WorkItem
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the batches follow one another.
+
+    num_drafters      drafters of the whole run, all hosts together
+    accumulate        batches a drafter adds up before an update
+    draws             drafter steps taken on each group of batches, each with its own anchors
+    num_batches       training batches in all
+    num_heldout       held-out batches of one evaluation
+    evaluate_every    steps between evaluations; one more follows the last step
+    max_steps         steps at most, or None
+    locate            training batch number -> (epoch, index in it)
+    """
+
+    num_drafters: int
+    accumulate: int
+    draws: int
+    num_batches: int
+    num_heldout: int
+    evaluate_every: int
+    max_steps: int | None
+    locate: Callable[[int], tuple[int, int]]
+
+    @property
+    def group(self) -> int:
+        """Batches of one group: one for each drafter and accumulation."""
+        return self.num_drafters * self.accumulate
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        steps = -(-self.num_batches // self.group) * self.draws
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    @property
+    def heldout_per_drafter(self) -> int:
+        """Held-out batches each drafter gets in an evaluation, empty ones included."""
+        return -(-self.num_heldout // self.num_drafters)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows step `step` (0-based)."""
+        last = step + 1 == self.total_steps
+        return self.num_heldout > 0 and (last or (step + 1) % self.evaluate_every == 0)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step `step` reads."""
+        return self.locate(min(step // self.draws * self.group, self.num_batches - 1))[0]
+
+    def items(self, first_step: int = 0) -> Iterator[WorkItem]:
+        """All batches from the start of a step on, in order. Numbers are the same wherever the run starts.
+
+        After a restart between two draws of a group, the group's batches come again first.
+        """
+        sequence = self.sequence_before(first_step)
+        step = first_step - first_step % self.draws
+        while step < self.total_steps:
+            if step % self.draws == 0:
+                first_batch = step // self.draws * self.group
+                for number in range(first_batch, first_batch + self.group):
+                    yield self._train_item(sequence, number)
+                    sequence += 1
+            if step >= first_step and self.evaluates_after(step):
+                for index in range(self.heldout_per_drafter * self.num_drafters):
+                    kind = BatchKind.HELDOUT if index < self.num_heldout else BatchKind.EMPTY
+                    yield WorkItem(sequence, kind, 0, index)
+                    sequence += 1
+            step += 1
+
+    def sequence_before(self, first_step: int) -> int:
+        """The number of the first batch that a run starting at this step reads."""
+        step = first_step - first_step % self.draws
+        evaluations = sum(self.evaluates_after(s) for s in range(first_step))
+        groups = step // self.draws
+        return groups * self.group + evaluations * self.heldout_per_drafter * self.num_drafters
+
+    def _train_item(self, sequence: int, number: int) -> WorkItem:
+        if number >= self.num_batches:
+            return WorkItem(sequence, BatchKind.EMPTY, 0, 0)
+        epoch, index = self.locate(number)
+        return WorkItem(sequence, BatchKind.TRAIN, epoch, index)

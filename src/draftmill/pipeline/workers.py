@@ -1,0 +1,333 @@
+"""The worker threads: one for each target replica, one for each drafter replica.
+
+    target worker    takes    the next batch in order, from the loader
+                     waits    for the free slot of that batch in its drafter's channel (backpressure)
+                     gives    the features, written into the slot, and frees nothing else
+    drafter worker   takes    a ticket from the main thread, then its batches, in order, from its channel
+                     waits    for the targets, and for the other drafters in the all-reduce
+                     gives    a result for each ticket; releases a slot once its step has read it
+
+Knows no drafter mathematics: what a step, an update or an evaluation is, the replica says. All CUDA work of a worker
+runs on the worker's own stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from draftmill.pipeline.channel import Channel, ChannelClosed, Slot
+from draftmill.pipeline.features import FeatureCache, pack
+from draftmill.pipeline.supervision import Supervisor, Worker
+from draftmill.records import BatchKind, HostBatch
+
+
+class Beats(Protocol):
+    """A worker's sign of life, as the monitor gives it."""
+
+    def beat(self, doing: str, step: int | None = None, busy_s: float = 0.0, wait_s: float = 0.0) -> None:
+        """Say what begins, and add the seconds worked and waited since the last beat."""
+
+
+class Batches(Protocol):
+    """Where batches come from and go back to, as the loader is."""
+
+    def next(self) -> HostBatch | None:
+        """The next batch in order, or None at the end."""
+
+    def release(self, batch: HostBatch) -> None:
+        """Give a batch's buffers back."""
+
+    def close(self) -> None:
+        """Unblock everybody."""
+
+
+class TargetReplica(Protocol):
+    """A frozen target on one device."""
+
+    def forward(self, batch: HostBatch) -> list[torch.Tensor]:
+        """The tapped layers' outputs, L tensors [B, S, H], on the replica's device."""
+
+
+class DrafterReplica(Protocol):
+    """A drafter on one device, with its step and optimizer."""
+
+    def load(self, slot: Slot, draw: int) -> None:
+        """Copy a batch from its slot into the static inputs."""
+
+    def begin(self) -> None:
+        """Start an optimizer step."""
+
+    def accumulate(self) -> None:
+        """Forward and backward of the loaded batch."""
+
+    def reducible(self) -> list[torch.Tensor]:
+        """What is summed over all drafters before the update."""
+
+    def update(self, step: int) -> None:
+        """One optimizer update."""
+
+    def step_result(self) -> Any:
+        """What the main thread is told about the step; may hold copies still under way."""
+
+    def begin_evaluation(self) -> None:
+        """Start an evaluation."""
+
+    def evaluate(self) -> None:
+        """Score the loaded batch."""
+
+    def evaluated(self) -> list[torch.Tensor]:
+        """What is summed over all drafters after an evaluation."""
+
+    def evaluation_result(self) -> Any:
+        """What the main thread is told about the evaluation."""
+
+    def snapshot(self, request: Any) -> Any:
+        """Whatever the main thread asks about the weights, between two steps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Ticket: take a group's batches, update. The number counts from 0 over the whole run."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Ticket: score the held-out batches that follow this step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Ticket: hand out state after this step."""
+
+    step: int
+    request: Any = None
+
+
+Ticket = Step | Evaluate | Snapshot
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a ticket. Waits and work are seconds on the worker's clock since its ticket before."""
+
+    worker: str
+    ticket: Ticket
+    value: Any
+    wait_s: float
+    work_s: float
+    num_tokens: int = 0
+    queue_depth: int = 0
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which channel and which place in it a batch of the stream has."""
+
+    channels: dict[int, Channel]
+    num_drafters: int
+    first_sequence: int
+
+    def of(self, sequence: int) -> tuple[Channel, int]:
+        """The channel of a batch, and its number in that channel."""
+        since = sequence - self.first_sequence
+        return self.channels[sequence % self.num_drafters], since // self.num_drafters
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Make a CUDA device current in this thread, with a stream of its own; nothing on a CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+class TargetWorker(Worker):
+    """Runs one target replica over the batches, in order, shared with the other target workers."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        supervisor: Supervisor,
+        beats: Beats,
+        build: Callable[[], TargetReplica],
+        batches: Batches,
+        route: Route,
+        cache: FeatureCache | None,
+    ) -> None:
+        super().__init__(name, str(device), supervisor)
+        self.device, self.beats, self.build = device, beats, build
+        self.batches, self.route, self.cache = batches, route, cache
+
+    def work(self) -> None:
+        """Until the loader ends: batch, slot, features, hand over."""
+        with own_stream(self.device), torch.no_grad():
+            replica = self.build()
+            while True:
+                started = time.monotonic()
+                self.beats.beat("waiting for data")
+                batch = self.batches.next()
+                if batch is None:
+                    break
+                self.doing = f"on batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
+                channel, number = self.route.of(batch.sequence)
+                self.beats.beat("waiting for drafter", batch.sequence)
+                slot = channel.reserve(number)
+                waited = time.monotonic()
+                self.beats.beat("forward", batch.sequence, wait_s=waited - started)
+                written = self._fill(replica, batch, slot)
+                channel.fill(number, batch, written)
+                self.beats.beat("handing over", batch.sequence, busy_s=time.monotonic() - waited)
+            self.beats.beat("done")
+
+    def _fill(self, replica: TargetReplica, batch: HostBatch, slot: Slot) -> torch.cuda.Event | None:
+        """Features into the slot; returns the event after which they are there (None: now)."""
+        on_cuda = self.device.type == "cuda"
+        if on_cuda and slot.read is not None:
+            torch.cuda.current_stream().wait_event(slot.read)
+        if batch.num_tokens and not (self.cache is not None and self.cache.read(batch, slot.features_TF)):
+            taps = replica.forward(batch)
+            source = batch.source_T.to(self.device, non_blocking=True)
+            pack(taps, source, slot.features_TF)
+            if self.cache is not None:
+                self.cache.keep(batch, slot.features_TF)
+        if not on_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+class DrafterWorker(Worker):
+    """Runs one drafter replica, ticket by ticket."""
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        supervisor: Supervisor,
+        beats: Beats,
+        build: Callable[[], tuple[DrafterReplica, Any]],
+        batches: Batches,
+        channel: Channel,
+        results: queue.SimpleQueue[Result],
+        *,
+        accumulate: int,
+        draws: int,
+        heldout: int,
+        first_step: int,
+    ) -> None:
+        """build: makes the replica and its end of the collective, in the worker thread. heldout: batches an evaluation."""
+        super().__init__(name, str(device), supervisor)
+        self.device, self.beats, self.build = device, beats, build
+        self.batches, self.channel, self.results = batches, channel, results
+        self.accumulate, self.draws, self.heldout = accumulate, draws, heldout
+        self.first_step = first_step
+        self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self.number = 0
+        self.held: list[tuple[int, Slot]] = []
+        self.read: deque[tuple[torch.cuda.Event | None, HostBatch]] = deque()
+        self.wait_s = self.work_s = 0.0
+        self.num_tokens = 0
+
+    def work(self) -> None:
+        """Until the tickets end."""
+        with own_stream(self.device):
+            self.beats.beat("warming up")
+            replica, collective = self.build()
+            self.beats.beat("waiting for a ticket")
+            while (ticket := self.tickets.get()) is not None:
+                if self.supervisor.closed:
+                    raise ChannelClosed
+                self.doing = f"at {type(ticket).__name__.lower()} {ticket.step}"
+                started, self.wait_s = time.monotonic(), 0.0
+                value = self._serve(replica, collective, ticket)
+                self.work_s = time.monotonic() - started - self.wait_s
+                self.beats.beat("waiting for a ticket", ticket.step, busy_s=self.work_s)
+                self.results.put(
+                    Result(self.name, ticket, value, self.wait_s, self.work_s, self.num_tokens, self.channel.depth())
+                )
+            self.beats.beat("done")
+
+    def _serve(self, replica: DrafterReplica, collective: Any, ticket: Ticket) -> Any:
+        self.num_tokens = 0
+        if isinstance(ticket, Snapshot):
+            self.beats.beat("saving", ticket.step)
+            return replica.snapshot(ticket.request)
+        if isinstance(ticket, Evaluate):
+            replica.begin_evaluation()
+            for _ in range(self.heldout):
+                number, slot = self._take(ticket.step)
+                replica.load(slot, 0)
+                replica.evaluate()
+                self._release(number, slot)
+            collective.sum_(*replica.evaluated())
+            return replica.evaluation_result()
+        replica.begin()
+        self._group(replica, ticket.step)
+        self.beats.beat("waiting for drafters" if collective.size > 1 else "update", ticket.step)
+        collective.sum_(*replica.reducible())
+        replica.update(ticket.step)
+        return replica.step_result()
+
+    def _group(self, replica: DrafterReplica, step: int) -> None:
+        """Forward and backward over the group's batches; with several draws the slots are held until the last."""
+        draw = step % self.draws
+        last = draw == self.draws - 1
+        fresh = draw == 0 or step == self.first_step
+        for index in range(self.accumulate):
+            if fresh:
+                self.held.append(self._take(step))
+            number, slot = self.held[index] if self.draws > 1 else self.held.pop()
+            replica.load(slot, draw)
+            replica.accumulate()
+            if last:
+                self._release(number, slot)
+        if last:
+            self.held.clear()
+
+    def _take(self, step: int) -> tuple[int, Slot]:
+        started = time.monotonic()
+        self.beats.beat("waiting for target", step)
+        slot = self.channel.take(self.number)
+        self.number += 1
+        wait_s = time.monotonic() - started
+        self.wait_s += wait_s
+        assert slot.batch is not None
+        if slot.batch.kind is BatchKind.TRAIN:
+            self.num_tokens += slot.batch.num_tokens
+        if slot.written is not None:
+            torch.cuda.current_stream().wait_event(slot.written)
+        self.beats.beat("working", step, wait_s=wait_s)
+        return self.number - 1, slot
+
+    def _release(self, number: int, slot: Slot) -> None:
+        """Free the slot, and the host buffers of batches whose copies are surely done."""
+        assert slot.batch is not None
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        self.read.append((event, slot.batch))
+        self.channel.release(number, event)
+        while self.read and (self.read[0][0] is None or len(self.read) > 2 or self.read[0][0].query()):
+            done, batch = self.read.popleft()
+            if done is not None:
+                done.synchronize()
+            self.batches.release(batch)
