@@ -28,6 +28,7 @@ from draftmill.checkpoint.store import Tensors
 from draftmill.drafter import Drafter, DrafterShape
 from draftmill.drafter.attention import dense_attention
 from draftmill.drafter.rope import Rotary
+from draftmill.drafter.shape import check_layer_ids
 from draftmill.errors import InputError
 from draftmill.records import Blocks
 from draftmill.target.head import shape_logits
@@ -71,11 +72,12 @@ def check_config(config: dict[str, Any], where: str) -> None:
     mask = own.get("mask_token_id", config.get("mask_token_id"))
     if mask is None or not 0 <= mask < rows:
         raise InputError(f"{where}: mask token id {mask} lies outside the target's embedding of {rows} rows")
-    layers = config.get("num_target_layers", 0)
     first = 1 if "aux_hidden_state_layer_ids" in config else 0
     taps = config.get("aux_hidden_state_layer_ids") or own.get("target_layer_ids") or []
-    if not taps or any(not first <= tap < layers + first for tap in taps):
-        raise InputError(f"{where}: tapped layers {taps} must lie in {first}..{layers + first - 1} of the target")
+    try:
+        check_layer_ids(tuple(tap - first for tap in taps), config.get("num_target_layers", 0))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
 
 
 def check_export(folder: Path, layout: str, shape: DrafterShape, trained: Tensors) -> list[str]:
