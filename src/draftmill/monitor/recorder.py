@@ -64,6 +64,7 @@ class Recorder:
         self._warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
         self.gpus: dict[str, Any] | None = None
         self.stop_mode = "no"
+        self.hears_signals = False
         self._error: dict[str, Any] | None = None
         self._num_writes = 0
         self._failed = False
@@ -82,7 +83,9 @@ class Recorder:
         self._thread.start()
 
     def set_phase(self, phase: Phase, detail: str) -> None:
-        """Enter a phase, or say more about the one that lasts."""
+        """Enter a phase, or say more about the one that lasts. An ending stays, unless a crash follows it."""
+        if self.phase in ENDINGS and phase is not Phase.CRASHED:
+            return  # a worker's last words, after the run has ended
         now = time.monotonic()
         if phase is not self.phase:
             self._seconds_in[self.phase.value] = self._seconds_in.get(self.phase.value, 0.0) + now - self._phase_at
@@ -93,9 +96,13 @@ class Recorder:
 
     def set_progress(self, progress: dict[str, Any]) -> None:
         """Take the last optimizer step's figures; those given as None keep their last value."""
-        self._progress = {**self._progress, **{key: item for key, item in progress.items() if item is not None}}
+        self.add_figures(progress)
         self._progress_at = time.monotonic()
         self._recent_steps.append((self._progress_at, progress["step"]))
+
+    def add_figures(self, figures: dict[str, Any]) -> None:
+        """Take figures that belong to no step of their own, such as an evaluation's."""
+        self._progress = {**self._progress, **{key: item for key, item in figures.items() if item is not None}}
 
     def add_warning(self, text: str) -> None:
         """Keep a line among the last warnings."""
@@ -182,5 +189,6 @@ class Recorder:
             "gpus": self.gpus,
             "warnings": list(self._warnings),
             "stop": self.stop_mode,
+            "hears_signals": self.hears_signals,
             "error": self._error,
         }

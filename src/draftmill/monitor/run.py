@@ -71,6 +71,7 @@ class RunDirectory:
         self._logged_at = -1e9
         self._stop = StopWish(path)
         self._told_stall = False
+        self._num_tokens, self._token_s = 0.0, 0.0
         self._closed = False
         run_id = str((previous or {}).get("run_id") or uuid.uuid4().hex[:12])
         self._recorder = Recorder(
@@ -166,6 +167,12 @@ class RunDirectory:
         record = finite(record)
         self._metrics.write(json.dumps(record, separators=(",", ":")))
         self._trackers.put(record)
+        tokens, rate = record.get("context_tokens"), record.get("context_tokens_per_s")
+        if tokens and rate:
+            self._num_tokens += tokens
+            self._token_s += tokens / rate
+        if record.get("accept_length") is not None:
+            self._recorder.add_figures({"accept_length": record["accept_length"], "accept_step": record.get("step")})
 
     def use_gpus(self, uuids: Mapping[str, str], own_bytes: Callable[[str], int] | None = None) -> None:
         """Say which GPUs are the run's.
@@ -188,7 +195,13 @@ class RunDirectory:
         accept_length: float | None = None,
         **more: float | int | None,
     ) -> None:
-        """Say how far the run is; logs a step line every train.log_every_s seconds. None keeps the last value."""
+        """Say how far the run is; logs a step line every train.log_every_s seconds.
+
+        None keeps the last value. The mean speed and the acceptance length are also taken from `metrics`, where they
+        are not given here.
+        """
+        if mean_context_tokens_per_s is None and self._token_s > 0.0:
+            mean_context_tokens_per_s = self._num_tokens / self._token_s
         figures: dict[str, Any] = {
             "step": step,
             "steps": steps,
@@ -235,8 +248,9 @@ class RunDirectory:
         worker = worker or threading.current_thread().name
         device = self._device_of(worker) if device is None else device
         text = f"{type(exception).__name__}: {exception}"
-        lines = traceback.format_exception(exception)
-        self._log.raw("".join(lines))
+        lines = [] if isinstance(exception, InputError) else traceback.format_exception(exception)
+        if lines:
+            self._log.raw("".join(lines))
         where = f"{worker}{f' on {device}' if device else ''}{f' at step {step}' if step is not None else ''}"
         self.log.error(f"crashed in {where}: {text}")
         self._recorder.set_error(
@@ -258,7 +272,7 @@ class RunDirectory:
         self._lock.release()
 
     def __enter__(self) -> RunDirectory:
-        self._stop.take_signals(self._log.file.fileno())
+        self._recorder.hears_signals = self._stop.take_signals(self._log.file.fileno())
         return self
 
     def __exit__(

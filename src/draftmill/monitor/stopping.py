@@ -52,14 +52,15 @@ class StopWish:
         if mode == "now" or (mode == "graceful" and self.mode == "no"):
             self.mode = mode
 
-    def take_signals(self, log_descriptor: int | None) -> None:
-        """Hear SIGTERM and SIGINT, and write all stacks on SIGUSR1. Main thread only; others change nothing."""
+    def take_signals(self, log_descriptor: int | None) -> bool:
+        """Hear SIGTERM and SIGINT, and write all stacks on SIGUSR1. Only the main thread can; False in others."""
         if threading.current_thread() is not threading.main_thread():
-            return
+            return False
         for number in (signal.SIGTERM, signal.SIGINT):
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         if log_descriptor is not None:  # works even while Python itself is stuck
             faulthandler.register(signal.SIGUSR1, file=log_descriptor, all_threads=True, chain=False)
+        return True
 
     def restore_signals(self) -> None:
         """Give the signals back. May be called twice."""
