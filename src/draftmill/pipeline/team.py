@@ -68,9 +68,9 @@ class Team:
             self.supervisor.close()
         deadline = time.monotonic() + timeout_s
         workers = [worker for worker in (*self.drafters, *self.targets) if worker.ident is not None]
-        for worker in self.drafters:
-            if worker.ident is not None:
-                worker.join(max(0.0, deadline - time.monotonic()))
+        for drafter in self.drafters:
+            if drafter.ident is not None:
+                drafter.join(max(0.0, deadline - time.monotonic()))
         self.supervisor.close()
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))

@@ -233,7 +233,7 @@ class DrafterWorker(Worker):
         heldout: int,
         first_step: int,
     ) -> None:
-        """build: makes the replica and its end of the collective, in the worker thread. heldout: batches an evaluation."""
+        """build: makes the replica and its end of the collective, in this thread. heldout: batches an evaluation."""
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build = device, beats, build
         self.batches, self.channel, self.results = batches, channel, results

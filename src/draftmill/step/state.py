@@ -31,8 +31,10 @@ class StepState:
     """Weights and buffers of one replica. Built in the worker thread that runs the step.
 
     features_TF  [T, L*H], the compute type; blocks: static inputs, overwritten by `load`
-    totals       float32 [2]: sum of w*CE and sum of w since `begin`
-    correct_K, scored_K  float32 [K]: right and supervised slots since `begin`
+    sums         float32 [4 + 2K], all of it added over drafters; its parts, each counted since `begin`:
+      totals     [2]: sum of w*CE and sum of w
+      tokens     [2]: context tokens and supervised slots
+      correct_K, scored_K  [K] each: right and supervised slots
     correct_AK   bool [A, K]: which slots of the latest batch were right
     """
 
@@ -54,9 +56,8 @@ class StepState:
         self.blocks = Blocks.empty(shape.context_slots, shape.anchor_slots, device)
         self.slope_QH = torch.zeros(rows, size.hidden_size, device=device, dtype=dtype)
         self.correct_AK = torch.zeros(shape.anchor_slots, blocks, device=device, dtype=torch.bool)
-        self.totals = torch.zeros(2, device=device)
-        self.correct_K = torch.zeros(blocks, device=device)
-        self.scored_K = torch.zeros(blocks, device=device)
+        self.sums = torch.zeros(4 + 2 * blocks, device=device)
+        self.totals, self.tokens, self.correct_K, self.scored_K = self.sums.split([2, 2, blocks, blocks])
 
     @property
     def drafter_shape(self) -> DrafterShape:
@@ -71,6 +72,4 @@ class StepState:
     def begin(self) -> None:
         """Start an optimizer step: no gradient, no totals."""
         self.flat.gradient.zero_()
-        self.totals.zero_()
-        self.correct_K.zero_()
-        self.scored_K.zero_()
+        self.sums.zero_()

@@ -1,0 +1,69 @@
+"""Which replica runs on which device.
+
+Turns the configuration's device names into torch devices that exist here. Chooses where it says auto; refuses, by name,
+what this host does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftmill.config import Devices
+from draftmill.errors import InputError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of this host's replicas; a target's group of several devices holds one replica."""
+
+    targets: tuple[tuple[torch.device, ...], ...]
+    drafters: tuple[torch.device, ...]
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether any replica is on a GPU."""
+        return any(d.type == "cuda" for d in (*self.drafters, *(d for group in self.targets for d in group)))
+
+
+def place(targets: Devices, drafters: Devices) -> Placement:
+    """Resolve both lists. Raises InputError for a device that is not here."""
+    if targets == "auto" or drafters == "auto":
+        target_names, drafter_names = _choose(torch.cuda.device_count())
+        targets = target_names if targets == "auto" else targets
+        drafters = drafter_names if drafters == "auto" else drafters
+    groups = tuple(
+        tuple(_device(name, "target.devices") for name in (group if isinstance(group, list) else [group]))
+        for group in targets
+    )
+    singles = tuple(_device(str(name), "drafter.devices") for name in drafters)
+    return Placement(groups, singles)
+
+
+def _choose(num_gpus: int) -> tuple[Devices, Devices]:
+    """Five targets to three drafters, as near as the GPUs allow; both on the only device where there is one."""
+    if num_gpus == 0:
+        return ["cpu"], ["cpu"]
+    if num_gpus == 1:
+        return ["cuda:0"], ["cuda:0"]
+    num_targets = min(num_gpus - 1, max(1, round(num_gpus * 5 / 8)))
+    names = [f"cuda:{index}" for index in range(num_gpus)]
+    return list(names[:num_targets]), list(names[num_targets:])
+
+
+def _device(name: str, field: str) -> torch.device:
+    device = torch.device(name)
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= available:
+        here = f"cuda:0..{available - 1}" if available else "no CUDA device, only cpu"
+        raise InputError(f"{field}: {name} is not on this host, which has {here}")
+    return device
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes bfloat16 in hardware: CUDA from Ampere on, CPUs with AVX512-BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)

@@ -1,0 +1,1 @@
+"""Training: set-up, loop, optimizer, schedule. Import `train` from `draftmill.train.run`."""

@@ -1,0 +1,168 @@
+"""A drafter replica as the pipeline runs it: static buffers, step and optimizer behind one interface.
+
+Built and used in its worker thread. Nothing here waits for the device: what the main thread is told is copied to the
+host beside the next step, and read there when it is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftmill.evaluate.acceptance import acceptance_counts
+from draftmill.pipeline.channel import Slot
+from draftmill.records import BatchKind, HostBatch
+from draftmill.step.eager import EagerStep
+from draftmill.step.state import StepState
+from draftmill.train.optimizer import FlatAdamW
+
+
+class Late:
+    """Values of a device on their way to the host; `numbers` waits for them, if they are not there yet."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = values.clone()
+
+    def numbers(self) -> torch.Tensor:
+        """The values, on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a step reports: sums as in StepState and the gradient's norm, summed over all drafters."""
+
+    values: Late
+    lr: float
+    block_size: int
+
+    def read(self) -> dict[str, Any]:
+        """loss, grad_norm, lr, context_tokens, supervised_tokens, accuracy_by_slot (None for a slot never scored)."""
+        numbers = self.values.numbers().double()
+        sums, grad_norm = numbers[:-1], float(numbers[-1])
+        totals, tokens, correct, scored = sums.split([2, 2, self.block_size, self.block_size])
+        return {
+            "loss": float(totals[0] / totals[1]) if totals[1] > 0 else 0.0,
+            "lr": self.lr,
+            "grad_norm": grad_norm,
+            "context_tokens": int(tokens[0]),
+            "supervised_tokens": int(tokens[1]),
+            "accuracy_by_slot": [
+                float(right / seen) if seen > 0 else None
+                for right, seen in zip(correct[1:].tolist(), scored[1:].tolist(), strict=True)
+            ],
+        }
+
+
+class Replica:
+    """One drafter on one device."""
+
+    def __init__(
+        self,
+        state: StepState,
+        step: EagerStep,
+        optimizer: FlatAdamW,
+        learning_rate: Callable[[int], float],
+        num_buckets: int,
+    ) -> None:
+        self.state, self.step, self.optimizer, self.learning_rate = state, step, optimizer, learning_rate
+        slots = state.drafter_shape.block_size - 1
+        self.heldout_counts = torch.zeros(num_buckets, 2, slots, dtype=torch.int64, device=state.device)
+        self.batch: HostBatch | None = None
+        self.num_scored = self.num_blocks = 0
+        self.lr = 0.0
+
+    def load(self, slot: Slot, draw: int) -> None:
+        """Copy a batch from its slot into the static inputs."""
+        batch = slot.batch
+        assert batch is not None
+        blocks = batch.blocks[draw]
+        self.state.load(slot.features_TF[: batch.num_tokens], blocks)
+        self.batch = batch
+        self.num_scored = batch.num_rows_scored[draw]
+        self.num_blocks = int((blocks.slots_A > 0).sum())  # on the host, where blocks come from
+
+    def begin(self) -> None:
+        """Start an optimizer step."""
+        self.state.begin()
+
+    def accumulate(self) -> None:
+        """Forward and backward of the loaded batch."""
+        assert self.batch is not None
+        if self.batch.kind is BatchKind.EMPTY:
+            return
+        self.step.run(self.num_scored, self.num_blocks)
+        self.state.tokens[0] += self.batch.num_tokens
+        self.state.tokens[1] += self.num_scored
+
+    def reducible(self) -> list[torch.Tensor]:
+        """Gradient and sums."""
+        return [self.state.flat.gradient, self.state.sums]
+
+    def update(self, step: int) -> None:
+        """One optimizer update at the step's learning rate."""
+        self.lr = self.learning_rate(step)
+        self.optimizer.lr.fill_(self.lr)
+        self.optimizer.update(self.state.totals[1])
+
+    def step_result(self) -> StepValues:
+        """The step's sums and gradient norm, on their way to the host."""
+        values = torch.cat([self.state.sums, self.optimizer.grad_norm[None]])
+        return StepValues(Late(values), self.lr, self.state.drafter_shape.block_size)
+
+    def begin_evaluation(self) -> None:
+        """Start an evaluation."""
+        self.heldout_counts.zero_()
+
+    def evaluate(self) -> None:
+        """Count what the loaded batch's blocks would have had accepted."""
+        assert self.batch is not None
+        if self.batch.kind is BatchKind.EMPTY:
+            return
+        self.step.evaluate(self.num_scored, self.num_blocks)
+        counts = acceptance_counts(self.state.correct_AK, self.state.blocks.slots_A)
+        self.heldout_counts[self.batch.bucket] += counts
+
+    def evaluated(self) -> list[torch.Tensor]:
+        """Acceptance counts [buckets, 2, K-1]."""
+        return [self.heldout_counts]
+
+    def evaluation_result(self) -> Late:
+        """The counts, on their way to the host."""
+        return Late(self.heldout_counts)
+
+    def snapshot(self, request: Callable[[Replica], Any]) -> Any:
+        """Whatever the main thread wants done with the weights between two steps."""
+        return request(self)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The float32 masters by name."""
+        return self.state.flat.named(self.state.flat.master)
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """AdamW's moments by name."""
+        flat = self.state.flat
+        return {"exp_avg": flat.named(self.optimizer.first), "exp_avg_sq": flat.named(self.optimizer.second)}
+
+    def restore(
+        self, weights: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]], count: int
+    ) -> None:
+        """Go on from saved masters and moments after `count` updates."""
+        flat = self.state.flat
+        flat.load(weights)
+        for saved, mine in ((moments["exp_avg"], self.optimizer.first), (moments["exp_avg_sq"], self.optimizer.second)):
+            for name, view in flat.named(mine).items():
+                view.copy_(saved[name])
+        self.optimizer.count.fill_(count)

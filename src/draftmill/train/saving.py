@@ -1,0 +1,70 @@
+"""Checkpoints from the loop's side: when, by whom, and with what state beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftmill import __version__
+from draftmill.checkpoint.background import BackgroundSaver, Saved
+from draftmill.checkpoint.schedule import SaveSchedule
+from draftmill.monitor.run import RunDirectory
+from draftmill.train.replica import Replica
+from draftmill.train.setup import Setup
+
+
+class Saver:
+    """The run's checkpoints; the first drafter of the first host writes them, in the background."""
+
+    def __init__(self, setup: Setup, run: RunDirectory, run_dir: Path) -> None:
+        settings = setup.config.checkpoint
+        self.setup = setup
+        self.schedule = SaveSchedule(settings.every_steps, settings.every_minutes)
+        self.background = BackgroundSaver(
+            run_dir,
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
+            on_saved=lambda saved: self._tell(run, saved),
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps."""
+        return self.schedule.due(step)
+
+    def began(self) -> None:
+        """A save was asked for: the minutes count from now."""
+        self.schedule.saved()
+
+    def request(self, step: int, finished: bool, accept_length: float | None) -> Callable[[Replica], Any]:
+        """What a snapshot ticket asks of the replica: nothing but for the writer, which copies and goes on."""
+        state = self.state(step, finished, accept_length)
+
+        def save(replica: Replica) -> Any:
+            return self.background.save(step, replica.weights(), replica.moments(), state)
+
+        return save if self.setup.hosts.rank == 0 else lambda _replica: None
+
+    def state(self, step: int, finished: bool, accept_length: float | None) -> dict[str, Any]:
+        """All that a resume or an export needs to know besides tensors."""
+        setup = self.setup
+        return {
+            "draftmill": __version__,
+            "epoch": setup.stream.epoch_of(step - 1),
+            "total_steps": setup.stream.total_steps,
+            "finished": finished,
+            "accept_length": accept_length,
+            "shape": setup.shape.to_dict(),
+            "config": setup.config.model_dump(mode="json"),
+            "data_fingerprint": setup.store.fingerprint,
+            "batches_per_step": setup.stream.group,
+            "training_length": setup.config.data.max_length,
+        }
+
+    def close(self) -> None:
+        """Wait for the last save; raises what it failed with."""
+        self.background.close()
+
+    @staticmethod
+    def _tell(run: RunDirectory, saved: Saved) -> None:
+        run.log.info(f"saved {saved.folder.name} in {saved.write_s:.1f} s")

@@ -1,0 +1,150 @@
+"""What a run is made of, worked out and checked before anything is loaded or written.
+
+Everything the user may have got wrong in the configuration, the data or the target's configuration is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftmill.config import Config, gamma_for
+from draftmill.data.plan import BatchPlan, split_heldout
+from draftmill.data.store import Store
+from draftmill.drafter.loss import LossRule
+from draftmill.drafter.mask import TILE
+from draftmill.drafter.shape import DrafterShape, shape_for
+from draftmill.errors import InputError
+from draftmill.pipeline.collective import Hosts
+from draftmill.pipeline.placement import Placement, has_bfloat16, place
+from draftmill.pipeline.stream import Stream
+from draftmill.step.state import StepShape
+from draftmill.target.load import load_config, load_tokenizer
+from draftmill.target.mask_token import resolve_mask_token
+
+CHUNK_ROWS = 1024
+"""Rows of the loss head worked on at once, on a CPU."""
+CHUNK_ROWS_CUDA = 2048
+"""The same on CUDA; 0.6 GB of bf16 logits at a vocabulary of 151,936."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run's parts before anything is loaded."""
+
+    config: Config
+    hosts: Hosts
+    placement: Placement
+    store: Store
+    plan: BatchPlan
+    heldout_plan: BatchPlan | None
+    target_config: Any
+    shape: DrafterShape
+    step_shape: StepShape
+    rule: LossRule
+    dtype: torch.dtype
+    stream: Stream
+
+    @property
+    def first_drafter(self) -> int:
+        """Number of this host's first drafter among all drafters; every host has as many."""
+        return self.hosts.rank * len(self.placement.drafters)
+
+
+def set_up(config: Config, hosts: Hosts) -> Setup:
+    """Check everything a run needs. Raises InputError; writes and loads nothing."""
+    placement = place(config.target.devices, config.drafter.devices)
+    store = Store.open(config.data.path, max_length=config.data.max_length)
+    target_config = load_config(
+        config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+    )
+    shape = _shape(config, store, target_config)
+    plan, heldout_plan = _plans(config, store)
+    num_drafters = len(placement.drafters) * hosts.count
+    step_shape = _step_shape(config, shape, plan, heldout_plan, placement)
+    stream = Stream(
+        num_drafters=num_drafters,
+        accumulate=config.train.accumulate,
+        draws=config.train.anchor_draws,
+        num_batches=plan.total(config.train.epochs),
+        num_heldout=heldout_plan.num_batches(0) if heldout_plan is not None else 0,
+        evaluate_every=config.train.evaluate_every,
+        max_steps=config.train.max_steps,
+        locate=plan.locate,
+    )
+    return Setup(
+        config=config,
+        hosts=hosts,
+        placement=placement,
+        store=store,
+        plan=plan,
+        heldout_plan=heldout_plan,
+        target_config=target_config,
+        shape=shape,
+        step_shape=step_shape,
+        rule=LossRule(
+            gamma=config.train.gamma or gamma_for(config.drafter.block_size),
+            alpha=config.train.d_pace_alpha if config.train.loss == "d_pace" else None,
+        ),
+        dtype=_compute_type(config, placement),
+        stream=stream,
+    )
+
+
+def _shape(config: Config, store: Store, target_config: Any) -> DrafterShape:
+    tokenizer = load_tokenizer(
+        config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+    )
+    rows = target_config.get_text_config().vocab_size
+    used = {int(token) for token in store.token_counts.nonzero()[0]}
+    if used and max(used) >= rows:
+        raise InputError(
+            f"{config.data.path} holds token id {max(used)}, but the target {config.target.model} has {rows} "
+            "embeddings; prepare the data with this target"
+        )
+    mask_token_id = resolve_mask_token(tokenizer, rows, config.drafter.mask_token_id, used)
+    return shape_for(target_config, config.drafter, mask_token_id)
+
+
+def _plans(config: Config, store: Store) -> tuple[BatchPlan, BatchPlan | None]:
+    data = config.data
+    train_ids, heldout_ids = split_heldout(store.num_samples, data.heldout, config.run.seed)
+
+    def plan(sample_ids: Any) -> BatchPlan:
+        return BatchPlan(
+            store.lengths,
+            max_length=data.max_length,
+            token_budget=data.token_budget,
+            min_rows=data.min_rows,
+            max_rows=data.max_rows,
+            num_buckets=data.num_buckets,
+            bucket_edges=data.bucket_edges,
+            round_to=data.round_to,
+            seed=config.run.seed,
+            batching=data.batching,
+            sample_ids=sample_ids,
+        )
+
+    return plan(train_ids), plan(heldout_ids) if len(heldout_ids) else None
+
+
+def _step_shape(
+    config: Config, shape: DrafterShape, plan: BatchPlan, heldout_plan: BatchPlan | None, placement: Placement
+) -> StepShape:
+    context = max(plan.context_slots, heldout_plan.context_slots if heldout_plan is not None else 0)
+    anchors = config.train.num_anchors
+    if placement.drafters[0].type != "cuda":
+        return StepShape(context, anchors, CHUNK_ROWS)
+    # flex attention works in tiles: whole ones in context slots and in block tokens
+    context = -(-context // TILE) * TILE
+    while anchors * shape.block_size % TILE:
+        anchors += 1
+    return StepShape(context, anchors, CHUNK_ROWS_CUDA)
+
+
+def _compute_type(config: Config, placement: Placement) -> torch.dtype:
+    if config.drafter.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.drafter.dtype]
+    return torch.bfloat16 if all(has_bfloat16(device) for device in placement.drafters) else torch.float32
