@@ -89,3 +89,157 @@ def export(
     for line in exported.lines:
         typer.echo(line)
     typer.echo(f"{exported.num_parameters:,} parameters in {dtype} written to {exported.folder}")
+
+
+@app.command()
+def evaluate(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT|DRAFTER", help="Run, checkpoint, exported folder or hub id.")
+    ],
+    target: Annotated[str | None, typer.Option(help="The target, if not the one the source names.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="mt_bench, humaneval, gsm_symbolic, gsm8k, math500 or mbpp; may be given several times."),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL (prompt, turns or messages) or .txt, in place of a suite.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each suite, or of the file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, exact rejection sampling.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the mass that may be drawn.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Tokens that may be drawn; 0 is all.")] = 0,
+    draft_tokens: Annotated[
+        str | None, typer.Option(help="Drafted tokens a step to compare, as in 1,2,4,8; a sweep by default.")
+    ] = None,
+    thinking: Annotated[str, typer.Option(help="auto (both, where the chat template has it), on or off.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 (exactly equal outputs), bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    graphs: Annotated[str, typer.Option(help="CUDA graphs for the decoding steps: auto, on or off.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seeds sampling and generated prompts.")] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the target's code run.")] = False,
+    record: Annotated[bool, typer.Option(help="Keep the result with the drafter, for its model card.")] = True,
+    plot: Annotated[str | None, typer.Option(help="PNG to write; needs matplotlib.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON on the last line.")] = False,
+) -> None:
+    """Measure acceptance length and speed-up on the real target: plain and speculative decoding, side by side."""
+    from draftmill.evaluate.command import Request, run
+
+    run(
+        Request(
+            source=source,
+            target=target,
+            suites=tuple(suite or ()),
+            prompts=prompts,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            draft_tokens=draft_tokens,
+            thinking=thinking,
+            dtype=dtype,
+            device=device,
+            graphs=graphs,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            record=record,
+            plot=plot,
+            as_json=json,
+        )
+    )
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's directory or name; all under runs/ by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as one line of JSON.")] = False,
+) -> int:
+    """Tell what a run is doing. Exit code: 0 training or ended as wanted, 3 loading, 4 stalled, 5 crashed, 6 no run."""
+    from draftmill.monitor.commands import status_command
+
+    return status_command(run, as_json=json)
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name under runs/.")],
+) -> int:
+    """Follow a run in the terminal; q leaves, and the run goes on."""
+    from draftmill.monitor.watch import watch_command
+
+    return watch_command(run)
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or its name under runs/.")],
+    now: Annotated[bool, typer.Option("--now", help="At once: neither finish the step nor save.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to finish the step and save, before it is ended firmly.")
+    ] = 180.0,
+) -> int:
+    """Stop a run: it finishes its step, saves and ends. Exit code: 0 once it is gone, 1 where it won't go."""
+    from draftmill.monitor.commands import stop_command
+
+    return stop_command(run, now=now, timeout_s=timeout)
+
+
+@app.command()
+def ps() -> int:
+    """List the processes of runs on this machine, above all those left over that still hold GPU memory."""
+    from draftmill.monitor.commands import ps_command
+
+    return ps_command()
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs' directories, or names under runs/.")],
+    output: Annotated[str, typer.Option(help="The page to write.")] = "report.html",
+) -> int:
+    """Write one HTML page with the plots of one or several runs; it needs no network and no server."""
+    from draftmill.monitor.report import report_command
+
+    return report_command(runs, output)
+
+
+@app.command()
+def prepare(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target; its tokenizer alone is loaded.")],
+    input: Annotated[
+        list[str],
+        typer.Option(help="JSONL, JSON array (.gz, .zst) or Parquet file, glob, or dataset id; may be repeated."),
+    ],
+    output: Annotated[str, typer.Option(help="New or empty folder, or an earlier store.")],
+    max_length: Annotated[int, typer.Option(help="Tokens at which samples are cut.")] = 8192,
+    loss_on: Annotated[str, typer.Option(help="Learn from all of the target's turns, or the last-turn.")] = "all",
+    max_bad_share: Annotated[float, typer.Option(help="Refuse where more of the rows can't be used.")] = 0.1,
+    processes: Annotated[int | None, typer.Option(help="Processes; by default by the input's size.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file in place of the target's template.")] = None,
+    template_arg: Annotated[
+        list[str] | None, typer.Option(help="Argument of the template, as in enable_thinking=false; may be repeated.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the target.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let the target's own code run.")] = False,
+    keep_duplicates: Annotated[bool, typer.Option(help="Keep rows equal to an earlier one.")] = False,
+) -> None:
+    """Turn chats into tokens and loss masks: a store that training reads."""
+    from draftmill.data.show import prepare_and_show
+
+    prepare_and_show(
+        target,
+        input,
+        output,
+        max_length=max_length,
+        loss_on=loss_on,
+        max_bad_share=max_bad_share,
+        num_processes=processes,
+        chat_template=chat_template,
+        template_arguments=template_arg or [],
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        keep_duplicates=keep_duplicates,
+    )

@@ -59,10 +59,21 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_shard(folder: Path, index: int, samples: Sequence[Sample], record: dict[str, Any], vocab_size: int) -> None:
-    """Write samples as shard `index` of an unfinished store, then its record, which must be JSON.
+def write_shard(
+    folder: Path,
+    index: int,
+    samples: Sequence[Sample],
+    record: dict[str, Any],
+    vocab_size: int,
+    arrays: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Write samples as shard `index` of an unfinished store, then its record.
 
     Called by any process, for an index that no other process writes. Raises OSError, as on a full disk.
+
+    Args:
+        record: anything JSON can hold; see StoreBuild.record.
+        arrays: more by name, one entry a sample; see StoreBuild.array.
     """
     with atomic_file(folder / f"shard-{index:06d}.arrow") as file:
         _write_arrow(file, samples)
@@ -70,13 +81,14 @@ def write_shard(folder: Path, index: int, samples: Sequence[Sample], record: dic
         ids = np.concatenate([ids for ids, _ in samples]) if samples else np.empty(0, np.int32)
         counts = np.bincount(ids, minlength=vocab_size)
         used = np.flatnonzero(counts)
-        np.savez(
-            file,
-            lengths=np.array([len(ids) for ids, _ in samples], dtype=np.int32),
-            num_supervised=np.array([np.count_nonzero(mask) for _, mask in samples], dtype=np.int32),
-            used=used.astype(np.int32),
-            counts=counts[used].astype(np.int64),
-        )
+        index_arrays: dict[str, Any] = {
+            "lengths": np.array([len(ids) for ids, _ in samples], dtype=np.int32),
+            "num_supervised": np.array([np.count_nonzero(mask) for _, mask in samples], dtype=np.int32),
+            "used": used.astype(np.int32),
+            "counts": counts[used].astype(np.int64),
+            **(arrays or {}),
+        }
+        np.savez(file, **index_arrays)
     with atomic_file(folder / f"shard-{index:06d}.json") as file:
         file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass"))
     sync_folder(folder)
@@ -133,7 +145,7 @@ class StoreBuild:
         self.folder = self.output / f"{BUILD_PREFIX}{fingerprint[:16]}"
         self._made_output = not self.output.exists()
         self._lock: int | None = None
-        _refuse_foreign(self.output)
+        refuse_foreign(self.output)
         self._lock = _take_lock(self.output)
         try:
             self.finished = read_meta(self.output)
@@ -155,6 +167,11 @@ class StoreBuild:
         """What `write_shard` was given as the record of shard `index`."""
         text = (self.folder / f"shard-{index:06d}.json").read_bytes().decode("utf-8", "surrogatepass")
         return json.loads(text)
+
+    def array(self, index: int, name: str) -> np.ndarray:
+        """An array that `write_shard` was given for shard `index`."""
+        with np.load(self.folder / f"shard-{index:06d}.npz", allow_pickle=False) as arrays:
+            return arrays[name]
 
     def finish(
         self,
@@ -256,9 +273,10 @@ class StoreBuild:
     def discard(self) -> None:
         """Remove what this build has written, and the folder itself where this build made it."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self._made_output:
+        if self.finished is None:
             (self.output / LOCK_FILE).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
+        if self._made_output:
+            with contextlib.suppress(OSError):  # not empty: another build's leftovers
                 self.output.rmdir()
 
     def close(self) -> None:
@@ -312,7 +330,7 @@ def is_disk_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _refuse_foreign(output: Path) -> None:
+def refuse_foreign(output: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir():

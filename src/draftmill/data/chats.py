@@ -38,7 +38,7 @@ _SPEAKERS = {
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-class BadSample(Exception):  # noqa: N818 - a verdict on a row, caught where it is counted
+class BadSample(Exception):
     """A row that can't be used. `reason` is a fixed phrase to count by, `detail` belongs to this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
