@@ -140,10 +140,10 @@ def test_learned_positions_end_where_the_table_ends() -> None:
 def test_a_drafter_of_another_target_is_refused() -> None:
     target = tiny_target()
     other = tiny_target(hidden_size=48, vocab_size=80)
-    message = "hidden size 48, the target has 32; its vocabulary 80, the target has 64"
+    message = "hidden size is 48, the target's is 32; its vocabulary is 80, the target's is 64"
     with pytest.raises(InputError, match=message):
         Decoder(target, random_drafter(other))
-    with pytest.raises(InputError, match="number of target layers 5, the target has 4"):
+    with pytest.raises(InputError, match="number of target layers is 5, the target's is 4"):
         Decoder(target, random_drafter(tiny_target(num_hidden_layers=5)))
 
 

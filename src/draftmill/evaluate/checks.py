@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from draftmill.drafter.network import Drafter
+from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 from draftmill.evaluate.caches import TargetCache, forward_options
 from draftmill.target.model import Target
@@ -13,15 +15,15 @@ _FLOAT32_ERROR = 1e-3
 _NARROW_ERROR = 0.3
 
 
-def check_pair(target: Target, drafter: Drafter) -> None:
-    """Raise InputError unless the drafter's shape fits the target: hidden size, vocabulary, tapped layers."""
-    text, shape = target.config.get_text_config(), drafter.shape
+def check_pair(config: Any, shape: DrafterShape) -> None:
+    """Raise InputError unless a drafter's shape fits a target's configuration: hidden size, vocabulary, layers."""
+    text = config.get_text_config()
     facts = [
         ("hidden size", shape.hidden_size, text.hidden_size),
         ("vocabulary", shape.vocab_size, text.vocab_size),
-        ("number of target layers", shape.num_target_layers, target.num_layers),
+        ("number of target layers", shape.num_target_layers, text.num_hidden_layers),
     ]
-    wrong = [f"{name} {has}, the target has {wants}" for name, has, wants in facts if has != wants]
+    wrong = [f"{name} is {has}, the target's is {wants}" for name, has, wants in facts if has != wants]
     if wrong:
         raise InputError(f"the drafter is for another target: its {'; its '.join(wrong)}; give the one it was made for")
 

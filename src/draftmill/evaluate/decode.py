@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -66,13 +66,14 @@ class Decoder:
         if graphs == "on" and target.device.type != "cuda":
             raise InputError(f"graphs can be captured on CUDA only, and the target is on {target.device}")
         if drafter is not None:
-            check_pair(target, drafter)
+            check_pair(target.config, drafter.shape)
         check_cached_forward(target)
         self.target, self.drafter = target, drafter
         self.graphs: Graphs = "off" if target.device.type != "cuda" else graphs
         self.why_eager: str | None = None
         """Why steps are launched where "auto" would have captured them."""
         self._sessions: dict[tuple[int, Sampling], Session] = {}
+        """By capacity and by how tokens are chosen, whatever the seed and the limit."""
 
     @property
     def max_drafts(self) -> int:
@@ -99,7 +100,7 @@ class Decoder:
             raise InputError(f"this drafter drafts 1 to {self.max_drafts} tokens a step, got {num_drafts}")
         limit = self.room(len(prompt), sampling.max_new_tokens)
         session = self._ready(len(prompt) + limit + self.max_drafts + 1, num_drafts, sampling)
-        numbers = _Numbers(session, num_drafts, limit, stream)
+        numbers = _Numbers(session, sampling, num_drafts, limit, stream)
         response = Response()
         with session.taps(num_drafts) as taps:
             started = self._now()
@@ -116,6 +117,12 @@ class Decoder:
         response.prefill_s, response.decode_s = prefilled - started, finished - prefilled
         return response
 
+    def prepare(self, num_prompt: int, num_drafts: int, sampling: Sampling) -> None:
+        """Allocate, and capture, what a prompt of this many tokens needs, so that no clock sees it."""
+        with torch.inference_mode():
+            limit = self.room(num_prompt, sampling.max_new_tokens)
+            self._ready(num_prompt + limit + self.max_drafts + 1, num_drafts, sampling)
+
     def room(self, num_prompt: int, max_new_tokens: int) -> int:
         """Tokens that may follow a prompt of this length: those asked for, within the target's positions."""
         if num_prompt == 0:
@@ -131,11 +138,12 @@ class Decoder:
 
     def _ready(self, needed: int, num_drafts: int, sampling: Sampling) -> Session:
         capacity = max(_SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
-        session = self._sessions.get((capacity, sampling))
+        key = capacity, replace(sampling, seed=0, max_new_tokens=1)
+        session = self._sessions.get(key)
         if session is None:
             session = Session(self.target, self.drafter, capacity, sampling)
             if not session.cache.recurrent:  # a recurrent state belongs to one sequence
-                self._sessions[capacity, sampling] = session
+                self._sessions[key] = session
         if self.graphs != "off" and self.why_eager is None:
             try:
                 session.capture(num_drafts)
@@ -158,9 +166,8 @@ class Decoder:
 class _Numbers:
     """The random numbers of one response, handed to the session step by step; none when greedy."""
 
-    def __init__(self, session: Session, num_drafts: int, limit: int, stream: int) -> None:
+    def __init__(self, session: Session, sampling: Sampling, num_drafts: int, limit: int, stream: int) -> None:
         self._session, self._used = session, 0
-        sampling = session.sampling
         self._per_step = {count: num_uniforms(sampling, count) for count in (0, num_drafts)}
         total = self._per_step[0] + limit * self._per_step[num_drafts]
         self._numbers = torch.from_numpy(uniforms(sampling.seed, stream, total))

@@ -1,0 +1,191 @@
+"""An evaluation: every prompt decoded plainly and with the drafter, in one process, one after the other.
+
+Owns the order of the trials, the rendering of conversations and what is measured. Never prints, never writes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from draftmill.drafter.network import Drafter
+from draftmill.errors import InputError
+from draftmill.evaluate.decode import Decoder, Graphs, Response
+from draftmill.evaluate.prompts import Prompt
+from draftmill.target.generate import stop_tokens
+from draftmill.target.generate_sampling import Sampling
+from draftmill.target.model import Target
+
+Thinking = Literal["auto", "on", "off"]
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One answer: a turn of a prompt, decoded plainly and with each number of drafted tokens.
+
+    thinking  whether the chat template was asked for thinking; None where it has no such switch
+    """
+
+    suite: str
+    category: str
+    name: str
+    turn: int
+    thinking: bool | None
+    num_prompt_tokens: int
+    plain: Response
+    drafted: dict[int, Response]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation saw.
+
+    draft_tokens  the numbers of drafted tokens tried, ascending
+    graphed       whether steps ran as CUDA graphs; why_eager says why not, where they might have
+    left_out      follow-up turns that no longer fitted into the target's positions
+    """
+
+    trials: list[Trial]
+    draft_tokens: tuple[int, ...]
+    sampling: Sampling
+    block_size: int
+    graphed: bool
+    why_eager: str | None
+    left_out: int
+
+
+def default_draft_tokens(block_size: int) -> tuple[int, ...]:
+    """The sweep tried by default: powers of two below the whole block, and the whole block."""
+    largest = block_size - 1
+    return (*(1 << power for power in range(largest.bit_length()) if 1 << power < largest), largest)
+
+
+def evaluate(
+    drafter: Drafter,
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: Sampling,
+    draft_tokens: Sequence[int] | None = None,
+    thinking: Thinking = "auto",
+    graphs: Graphs = "auto",
+    progress: Callable[[int, int, Trial], None] | None = None,
+) -> Evaluation:
+    """Decode every prompt plainly and speculatively, interleaved, and time both.
+
+    drafter, target on one device in one type; sampling also gives the longest answer and the seed. draft_tokens: the
+    numbers of drafted tokens to try, by default a sweep. thinking: which modes of a template with `enable_thinking`,
+    "auto" is both. progress: called after each trial with its number, how many there will be, and the trial.
+    Raises InputError for no prompts, a prompt too long, a drafter of another target, or counts out of its range.
+    """
+    if not prompts:
+        raise InputError("there is no prompt to evaluate on; give --suite or --prompts with at least one")
+    decoder = Decoder(target, drafter, graphs=graphs)
+    counts = _checked_counts(draft_tokens, decoder.max_drafts)
+    modes = _modes(target.tokenizer, thinking)
+    encoded = {
+        (index, mode): _encode(target.tokenizer, prompt, list(prompt.messages), mode)
+        for index, prompt in enumerate(prompts)
+        for mode in _modes_of(prompt, modes)
+    }
+    for (index, _), ids in encoded.items():
+        _check_room(decoder, prompts[index], ids)
+    stop = stop_tokens(target.model, target.tokenizer)
+    _warm_up(decoder, next(iter(encoded.values())), counts, sampling)
+
+    total = sum((1 + len(prompt.follow_ups)) * len(_modes_of(prompt, modes)) for prompt in prompts)
+    trials: list[Trial] = []
+    left_out = 0
+    for index, prompt in enumerate(prompts):
+        for mode in _modes_of(prompt, modes):
+            messages: list[dict[str, str]] = list(prompt.messages)
+            for turn, following in enumerate((*prompt.follow_ups, None)):
+                ids = encoded[index, mode] if turn == 0 else _encode(target.tokenizer, prompt, messages, mode)
+                try:
+                    decoder.room(len(ids), sampling.max_new_tokens)
+                except InputError:
+                    left_out += len(prompt.follow_ups) + 1 - turn
+                    break
+                plain, drafted = _trial(decoder, ids, counts, sampling, stop, stream=len(trials))
+                trials.append(
+                    Trial(prompt.suite, prompt.category, prompt.name, turn + 1, mode, len(ids), plain, drafted)
+                )
+                if progress is not None:
+                    progress(len(trials), total - left_out, trials[-1])
+                if following is not None:
+                    answer = target.tokenizer.decode(plain.tokens, skip_special_tokens=True)
+                    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+    graphed = decoder.graphs != "off" and decoder.why_eager is None
+    return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out)
+
+
+def _trial(
+    decoder: Decoder, ids: list[int], counts: tuple[int, ...], sampling: Sampling, stop: Any, stream: int
+) -> tuple[Response, dict[int, Response]]:
+    """All ways of decoding one prompt; which one comes first moves on from prompt to prompt, so none is favoured."""
+    order = [0, *counts]
+    first = stream % len(order)
+    found: dict[int, Response] = {}
+    for count in order[first:] + order[:first]:
+        decoder.prepare(len(ids), count, sampling)
+        found[count] = decoder.generate(ids, num_drafts=count, sampling=sampling, stop=stop, stream=stream)
+    plain = found.pop(0)
+    return plain, dict(sorted(found.items()))
+
+
+def _warm_up(decoder: Decoder, ids: list[int], counts: tuple[int, ...], sampling: Sampling) -> None:
+    """Run every kind of step once, untimed: kernels are loaded, and how steps run is settled for all of them."""
+    brief = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, _WARM_UP_TOKENS))
+    for count in (0, *counts):
+        decoder.prepare(len(ids), count, sampling)
+    for count in (0, *counts):
+        decoder.generate(ids, num_drafts=count, sampling=brief)
+
+
+def _checked_counts(draft_tokens: Sequence[int] | None, largest: int) -> tuple[int, ...]:
+    counts = tuple(sorted(set(draft_tokens))) if draft_tokens is not None else default_draft_tokens(largest + 1)
+    if not counts or counts[0] < 1 or counts[-1] > largest:
+        raise InputError(
+            f"this drafter drafts 1 to {largest} tokens a step, got {', '.join(map(str, counts)) or 'none'}"
+        )
+    return counts
+
+
+def _modes(tokenizer: Any, thinking: Thinking) -> list[bool | None]:
+    has_switch = "enable_thinking" in str(getattr(tokenizer, "chat_template", None) or "")
+    if thinking == "auto":
+        return [True, False] if has_switch else [None]
+    if not has_switch:
+        raise InputError("the target's chat template has no enable_thinking; leave --thinking out")
+    return [thinking == "on"]
+
+
+def _modes_of(prompt: Prompt, modes: list[bool | None]) -> list[bool | None]:
+    return [None] if prompt.token_ids else modes
+
+
+def _encode(tokenizer: Any, prompt: Prompt, messages: list[dict[str, str]], thinking: bool | None) -> list[int]:
+    """Token ids of a conversation up to the opening of the answer; a lone text as it is where there is no template."""
+    import jinja2
+
+    if prompt.token_ids:
+        return list(prompt.token_ids)
+    if not getattr(tokenizer, "chat_template", None):
+        if len(messages) == 1:
+            return list(tokenizer(messages[0]["content"]).input_ids)
+        raise InputError(f"prompt {prompt.name!r} is a chat, and the target's tokenizer has no chat template")
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+        raise InputError(f"the target's chat template refuses prompt {prompt.name!r}: {error}") from None
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _check_room(decoder: Decoder, prompt: Prompt, ids: list[int]) -> None:
+    try:
+        decoder.room(len(ids), 1)
+    except InputError as error:
+        raise InputError(f"prompt {prompt.name!r} of {prompt.suite}: {error}") from None
