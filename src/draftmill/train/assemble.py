@@ -215,7 +215,7 @@ def build_replica(setup: Setup, head: TargetHead, device: torch.device) -> Repli
         drafter = Drafter(setup.shape)
     drafter.checkpoint_activations = config.drafter.checkpoint_activations
     state = StepState(drafter, head, setup.rule, setup.step_shape, device, setup.dtype)
-    num_buckets = max(plan.num_buckets for plan in (setup.plan, setup.heldout_plan) if plan is not None)
+    num_buckets = max(len(plan.edges) for plan in (setup.plan, setup.heldout_plan) if plan is not None)
     total_steps = setup.stream.total_steps
     return Replica(
         state,

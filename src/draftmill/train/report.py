@@ -37,8 +37,8 @@ class Reporter:
         record = values.read()
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             raise RuntimeError(
-                f"step {step + 1}: loss {record['loss']}, gradient norm {record['grad_norm']}; the update was not applied. "
-                "Lower train.lr, or resume from the last checkpoint"
+                f"step {step + 1}: loss {record['loss']}, gradient norm {record['grad_norm']}; the update "
+                "was not applied. Lower train.lr, or resume from the last checkpoint"
             )
         now = time.monotonic()
         elapsed, self._last_s = now - self._last_s, now

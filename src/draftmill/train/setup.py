@@ -112,7 +112,7 @@ def _plans(config: Config, store: Store) -> tuple[BatchPlan, BatchPlan | None]:
     data = config.data
     train_ids, heldout_ids = split_heldout(store.num_samples, data.heldout, config.run.seed)
 
-    def plan(sample_ids: Any) -> BatchPlan:
+    def plan(sample_ids: Any, edges: list[int] | None) -> BatchPlan:
         return BatchPlan(
             store.lengths,
             max_length=data.max_length,
@@ -120,14 +120,15 @@ def _plans(config: Config, store: Store) -> tuple[BatchPlan, BatchPlan | None]:
             min_rows=data.min_rows,
             max_rows=data.max_rows,
             num_buckets=data.num_buckets,
-            bucket_edges=data.bucket_edges,
+            bucket_edges=edges,
             round_to=data.round_to,
             seed=config.run.seed,
             batching=data.batching,
             sample_ids=sample_ids,
         )
 
-    return plan(train_ids), plan(heldout_ids) if len(heldout_ids) else None
+    training = plan(train_ids, data.bucket_edges)
+    return training, plan(heldout_ids, training.edges) if len(heldout_ids) else None
 
 
 def _step_shape(
