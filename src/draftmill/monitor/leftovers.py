@@ -114,6 +114,8 @@ def _add_owner(owners: dict[int, _Owner], directory: Path) -> None:
 def _entry(pid: int, owners: dict[int, _Owner], held: dict[int, dict[int, int | None]]) -> RunProcess | None:
     """What is to be told of a process; None where it belongs to no run."""
     mine = ProcessIdentity.of(pid)
+    if not is_alive(mine.presence()):  # ended, and only waits to be taken note of by its parent
+        return None
     owner = owners.get(pid)
     if owner is not None and owner.process == mine:
         status = _status(owner.directory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +34,7 @@ class Recorder:
         stall_s: seconds without any progress after which the run counts as stalled
         on_second: called by the thread before each write, with the seconds since the last progress
         on_trouble: told once when the state can't be written, and once when it can again
-        run_id: names the run for trackers; the same after a resume
-        resumes: how often the run was resumed, this time included
+        previous: the last state of the run that is resumed; None for a first start
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class Recorder:
         stall_s: float,
         on_second: Callable[[float], None],
         on_trouble: Callable[[str], None],
-        run_id: str,
-        resumes: int = 0,
+        previous: dict[str, Any] | None,
     ) -> None:
         self._file = file
         self._stall_s = stall_s
@@ -52,7 +51,10 @@ class Recorder:
         self._on_trouble = on_trouble
         self._process = ProcessIdentity.of_this()
         self._started_at, self._started_time = time.monotonic(), time.time()
-        self._run_id, self._resumes = run_id, resumes
+        previous = previous or {}
+        self.run_id = str(previous.get("run_id") or uuid.uuid4().hex[:12])
+        self._resumes = int(previous.get("resumes", -1)) + 1
+        self._elapsed_before_s = _elapsed_s(previous)
         self.phase = Phase.STARTING
         self._detail = ""
         self._phase_at, self._phase_time = self._started_at, self._started_time
@@ -111,6 +113,10 @@ class Recorder:
     def set_error(self, error: dict[str, Any]) -> None:
         """Keep what ended the run."""
         self._error = error
+
+    def elapsed_s(self) -> float:
+        """Seconds that the run has run, those before it was resumed included."""
+        return self._elapsed_before_s + time.monotonic() - self._started_at
 
     def since_progress_s(self) -> float:
         """Seconds since a worker, a phase or a step last moved."""
@@ -176,8 +182,9 @@ class Recorder:
             "process": self._process.to_json(),
             "started_at": self._started_at,
             "started_time": self._started_time,
-            "run_id": self._run_id,
+            "run_id": self.run_id,
             "resumes": self._resumes,
+            "elapsed_before_s": self._elapsed_before_s,
             "written_at": now,
             "written_time": time.time(),
             "num_writes": self._num_writes,
@@ -192,3 +199,10 @@ class Recorder:
             "hears_signals": self.hears_signals,
             "error": self._error,
         }
+
+
+def _elapsed_s(previous: dict[str, Any]) -> float:
+    try:
+        return float(previous["elapsed_before_s"] + previous["written_at"] - previous["started_at"])
+    except (KeyError, TypeError):
+        return 0.0

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -73,18 +72,10 @@ class RunDirectory:
         self._told_stall = False
         self._num_tokens, self._token_s = 0.0, 0.0
         self._closed = False
-        run_id = str((previous or {}).get("run_id") or uuid.uuid4().hex[:12])
-        self._recorder = Recorder(
-            StateFile(path / STATE_FILE),
-            self._stall_s,
-            self._every_second,
-            self.warn,
-            run_id,
-            resumes=int(previous.get("resumes", 0)) + 1 if previous else 0,
-        )
+        self._recorder = Recorder(StateFile(path / STATE_FILE), self._stall_s, self._every_second, self.warn, previous)
         self._log = RunLog(path, self._device_of, self._recorder.add_warning, console=console)
         self._metrics = LineFile(path / METRICS_FILE, self.warn)
-        tracked = TrackedRun(path, _setting(config, "monitor", "project", "draftmill"), run_id, config)
+        tracked = TrackedRun(path, _setting(config, "monitor", "project", "draftmill"), self._recorder.run_id, config)
         self._trackers = TrackerFeed(_setting(config, "monitor", "trackers", ["tensorboard"]), tracked, self.warn)
         self._gpus = GpuWatch(gpu_source, self._set_gpus)
 
@@ -163,8 +154,11 @@ class RunDirectory:
         return heartbeat
 
     def metrics(self, record: dict[str, Any]) -> None:
-        """Add one line to metrics.jsonl, and hand it to the trackers. Floats that are not finite become null."""
-        record = finite(record)
+        """Add one line to metrics.jsonl, and hand it to the trackers.
+
+        Floats that are not finite become null; `elapsed_s`, the seconds that the run has run, is added.
+        """
+        record = finite({**record, "elapsed_s": round(self._recorder.elapsed_s(), 3)})
         self._metrics.write(json.dumps(record, separators=(",", ":")))
         self._trackers.put(record)
         tokens, rate = record.get("context_tokens"), record.get("context_tokens_per_s")

@@ -83,6 +83,29 @@ def columns(rows: list[list[str]], right: set[int] | frozenset[int] = frozenset(
     return lines
 
 
+def worker_state(worker: dict[str, Any]) -> str:
+    """What a worker's lane shows: working, or for whom it waits."""
+    if not waits(worker):
+        return "working"
+    doing = str(worker.get("doing", ""))
+    for side in ("target", "drafter"):
+        if side in doing:
+            return f"waiting for {side}"
+    return "waiting"
+
+
+def figures(progress: dict[str, Any]) -> list[str]:
+    """Speed, loss and acceptance, as far as they are known."""
+    now, mean = progress.get("context_tokens_per_s"), progress.get("mean_context_tokens_per_s")
+    parts = [
+        number(now, "{:.1f} Ktok/s", 1e-3) + number(mean, " (mean {:.1f})", 1e-3),
+        number(progress.get("loss"), "loss {:.4f}"),
+        number(progress.get("accept_length"), "held-out acceptance length {:.2f}")
+        + number(progress.get("accept_step"), " (step {:,})"),
+    ]
+    return [part for part in parts if part]
+
+
 def duration(seconds: float | None) -> str:
     """A length of time as people say it: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min, 4 d 3 h."""
     if seconds is None:
@@ -134,15 +157,13 @@ def _head(status: RunStatus, paint: Paint) -> list[str]:
         lines.append("  asked to stop " + ("at once" if status.stop == "now" else "after its step"))
     if status.started_time is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.started_time))
-        lines.append(f"  started {began}, ran {duration(status.running_s)}, last progress {_progress_age(status)}")
+        moved = "" if ended else f", last progress {duration(status.since_progress_s)} {_before(status)}"
+        lines.append(f"  started {began}, ran {duration(status.running_s)}{moved}")
     return lines
 
 
-def _progress_age(status: RunStatus) -> str:
-    if status.since_progress_s is None:
-        return "unknown"
-    alive = status.presence in ("running", "paused")
-    return f"{duration(status.since_progress_s)} {'ago' if alive else 'before that'}"
+def _before(status: RunStatus) -> str:
+    return "before its last word" if status.presence == "gone" else "ago"
 
 
 def _progress(status: RunStatus) -> list[str]:
@@ -157,16 +178,8 @@ def _progress(status: RunStatus) -> list[str]:
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} to go")
     lines = ["  " + "   ".join(parts)]
-    now, mean = progress.get("context_tokens_per_s"), progress.get("mean_context_tokens_per_s")
-    figures = [
-        number(now, "{:.1f} Ktok/s", 1e-3) + number(mean, " (mean {:.1f})", 1e-3),
-        number(progress.get("loss"), "loss {:.4f}"),
-        number(progress.get("accept_length"), "held-out acceptance length {:.2f}")
-        + number(progress.get("accept_step"), " (step {:,})"),
-    ]
-    if any(figures):
-        lines.append("  " + "   ".join(figure for figure in figures if figure))
-    return lines
+    lines.append("  " + "   ".join(figures(progress)))
+    return [line for line in lines if line.strip()]
 
 
 def _workers(status: RunStatus, paint: Paint) -> list[str]:
@@ -228,11 +241,11 @@ def _gpus(status: RunStatus, paint: Paint) -> list[str]:
             ]
         )
     head, *lines = columns(rows, right={3, 4, 5, 6, 7}, indent="  ")
-    holders = [
-        f"  GPU {gpu.get('index')}: {size(holder.get('used_bytes'))} held by process {holder['pid']}  {holder.get('name')}"
-        for gpu in gpus.get("devices", [])
-        for holder in gpu.get("others", [])
-    ]
+    holders = []
+    for gpu in gpus.get("devices", []):
+        for other in gpu.get("others", []):
+            held = size(other.get("used_bytes"))
+            holders.append(f"  GPU {gpu.get('index')}: {held} held by process {other['pid']}  {other.get('name')}")
     return [paint(head, "dim"), *lines, *(paint(line, "yellow") for line in holders)]
 
 
@@ -247,7 +260,7 @@ def _warnings(status: RunStatus, paint: Paint) -> list[str]:
 def _trouble(status: RunStatus, paint: Paint) -> list[str]:
     if not status.last_lines:
         return []
-    lines = [paint("  last lines of the log:", "dim")] + [f"    {line}" for line in status.last_lines]
+    lines = [paint("  last lines of the log:", "dim")] + [f"    {line}".rstrip() for line in status.last_lines]
     advice = []
     if status.phase is Phase.STALLED and status.presence == "running" and status.hears_signals:
         advice = [f"  stacks of every thread: kill -USR1 {status.pid}, then see the log"]

@@ -81,7 +81,7 @@ class RunStatus:
         return asdict(self)
 
 
-class NoRun(LookupError):  # noqa: N818 - an answer, which the command turns into its own exit code
+class NoRun(LookupError):
     """There is no run of this name; the message says where it was looked for."""
 
 
@@ -152,7 +152,7 @@ def judge(directory: Path, state: dict[str, Any], process: ProcessIdentity, pres
         hears_signals=bool(state.get("hears_signals")),
         error=state.get("error"),
         log=str(directory / LOG_FILE),
-        last_lines=log_tail(directory, 12) if lost else [],
+        last_lines=_last_lines(directory, phase) if lost else [],
     )
 
 
@@ -205,6 +205,13 @@ def _ending_reason(state: dict[str, Any], presence: Presence) -> str:
     if is_alive(presence):
         parts.append("its process has not ended yet")
     return "; ".join(parts)
+
+
+def _last_lines(directory: Path, phase: Phase) -> list[str]:
+    lines = log_tail(directory, 400)
+    if phase is Phase.STALLED:  # the stacks that a stalled run leaves there would push everything else out
+        lines = [line for line in lines if line[:4].isdigit() and " | " in line]
+    return lines[-12:]
 
 
 def _suspects(state: dict[str, Any]) -> str:
