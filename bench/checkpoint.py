@@ -67,6 +67,9 @@ def drop_from_page_cache(folder: Path) -> None:
 
 def resume(run: Path, tensors: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]]) -> float:
     """Seconds from a run's path to verified weights and moments on the device."""
+    for named in (tensors, *moments.values()):
+        for tensor in named.values():
+            tensor.zero_()
     start_s = time.perf_counter()
     checkpoint = pick(run)
     groups = {"": checkpoint.tensors(), **checkpoint.optimizer()}
@@ -109,9 +112,11 @@ def main() -> None:
         start_s = time.perf_counter()
         newest = save(run, 99, tensors, moments, {})
         direct_s = time.perf_counter() - start_s
+        kept = next(iter(tensors.values())).clone()
         drop_from_page_cache(newest)
         cold_s = resume(run, tensors, moments)
         warm_s = resume(run, tensors, moments)
+        assert torch.equal(kept, next(iter(tensors.values())))
         start_s = time.perf_counter()
         load(newest)
         verify_s = time.perf_counter() - start_s

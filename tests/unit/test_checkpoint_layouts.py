@@ -476,6 +476,20 @@ def test_a_drafter_that_is_nowhere_is_one_line():
     assert "\n" not in str(caught.value)
 
 
+def test_a_hub_id_is_read_from_the_hub_s_cache(tmp_path, monkeypatch):
+    folder = export(checkpoint(tmp_path / "run"), "zlab", tmp_path / "out", dtype="float32").folder
+    cached = tmp_path / "hub" / "models--org--Drafter"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c0ffee")
+    (cached / "snapshots").mkdir()
+    folder.rename(cached / "snapshots" / "c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shape, tensors, _ = warm_start("org/Drafter", wanted_with())
+    assert shape.num_heads == 4
+    assert torch.equal(tensors["fc.weight"], weights_of(SHAPE)["fc.weight"])
+
+
 def test_of_a_run_the_best_is_read_or_else_the_newest(tmp_path):
     facts = {"shape": SHAPE.to_dict()}
     for step in (10, 20, 30):

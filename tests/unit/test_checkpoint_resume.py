@@ -176,6 +176,14 @@ def test_the_newest_is_picked(tmp_path):
     assert pick(tmp_path).step == 10
 
 
+def test_picking_changes_nothing_of_a_run_that_another_process_may_be_writing(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints" / ".writing-step-2-abcd").mkdir()
+    (tmp_path / "checkpoints" / "step-1").rename(tmp_path / "checkpoints" / ".replaced-step-1")
+    assert pick(tmp_path).step == 1
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [".replaced-step-1", ".writing-step-2-abcd"]
+
+
 def test_a_damaged_newest_is_said_with_the_whole_one_before_it(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step)

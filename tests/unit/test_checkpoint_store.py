@@ -400,9 +400,11 @@ def test_killed_while_replacing_the_older_one_comes_back(tmp_path):
     save(tmp_path, 2, sequence=1)
     root = tmp_path / "checkpoints"
     (root / "step-2").rename(root / ".replaced-step-2")  # the moment between the two renames
+    assert [(entry.step, entry.problem) for entry in store.checkpoints(tmp_path)] == [(2, None)]
     store.remove_leftovers(tmp_path)
     assert names_in(tmp_path) == ["step-2"]
     assert store.load(root / "step-2").state["sequence"] == 1
     shutil.copytree(root / "step-2", root / ".replaced-step-2")  # killed after both
+    assert [entry.folder.name for entry in store.checkpoints(tmp_path)] == ["step-2"]
     save(tmp_path, 3)
     assert names_in(tmp_path) == ["step-2", "step-3"]

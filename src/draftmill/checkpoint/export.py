@@ -116,7 +116,7 @@ def _write(
         "name": name,
         "layout": layout,
         "dtype": dtype,
-        "files": {file: {"bytes": (folder / file).stat().st_size, "blake2b": digest(folder / file)} for file in files},
+        "files": {file: {"bytes": (folder / file).stat().st_size, "digest": digest(folder / file)} for file in files},
         "facts": facts,
     }
     write_json(folder / FACTS_FILE, record)

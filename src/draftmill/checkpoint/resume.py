@@ -63,12 +63,11 @@ same taps."""
 
 
 def pick(run_dir: Path, *, skip_damaged: bool = False, log: Callable[[str], None] = print) -> Checkpoint:
-    """Verify and open the newest checkpoint of a run. Only for the process that writes into the run.
+    """Verify and open the newest checkpoint of a run. Changes nothing on the disk.
 
     With `skip_damaged` a damaged one is logged and the newest whole one before it taken. Raises InputError where there
     is no checkpoint, or the newest is damaged: the message says how, and names the newest whole one before it.
     """
-    store.remove_leftovers(run_dir)
     entries = store.checkpoints(run_dir)
     damage = ""
     for entry in reversed(entries):

@@ -134,22 +134,24 @@ def load(folder: Path, *, optimizer: bool = True) -> Checkpoint:
             found = digest(folder / name)
         except OSError as error:
             raise InputError(f"{folder / name} can't be read: {error.strerror or error}") from None
-        if found != manifest["files"][name]["blake2b"]:
+        if found != manifest["files"][name]["digest"]:
             raise InputError(f"{folder / name} is damaged: its content does not match the checksum written with it")
     return Checkpoint(folder, manifest["step"], read_json(folder / STATE_FILE))
 
 
 def checkpoints(run_dir: Path) -> list[Entry]:
-    """The checkpoints of a run, ascending by step; sizes are checked, contents are not. Empty where there is none."""
+    """The checkpoints of a run, ascending by step; sizes are checked, contents are not. Empty where there is none.
+
+    Changes nothing, so it may look at a run that is being written. One that a killed writer set aside, and whose
+    replacement never came, is listed too.
+    """
     root = run_dir / "checkpoints"
-    if not root.is_dir():
-        return []
-    steps = sorted(
-        int(path.name.removeprefix("step-"))
-        for path in root.iterdir()
-        if path.name.startswith("step-") and path.name.removeprefix("step-").isdigit()
-    )
-    return [_entry(root / f"step-{step}", step) for step in steps]
+    folders: dict[int, Path] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():  # .replaced-step-N comes before step-N
+        step = path.name.removeprefix(".replaced-").removeprefix("step-")
+        if step.isdigit() and path.name in (f"step-{step}", f".replaced-step-{step}"):
+            folders[int(step)] = path
+    return [_entry(folders[step], step) for step in sorted(folders)]
 
 
 def latest(run_dir: Path) -> Entry | None:
@@ -216,11 +218,11 @@ def _load_tensors(path: Path) -> Tensors:
 
 def _write_manifest(folder: Path, step: int) -> None:
     files = {
-        name: {"bytes": (folder / name).stat().st_size, "blake2b": digest(folder / name)}
+        name: {"bytes": (folder / name).stat().st_size, "digest": digest(folder / name)}
         for name in (DRAFTER_FILE, OPTIMIZER_FILE, STATE_FILE)
     }
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
-    write_json(folder / MANIFEST_FILE, {**body, "blake2b": _body_digest(body)})
+    write_json(folder / MANIFEST_FILE, {**body, "digest": _body_digest(body)})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -235,13 +237,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} is of version {manifest.get('version')}, this Draftmill reads version {VERSION}; use the "
             "Draftmill that wrote it"
         )
-    if manifest.pop("blake2b", None) != _body_digest(manifest):
+    if manifest.pop("digest", None) != _body_digest(manifest):
         raise InputError(f"{path} is damaged: its content does not match the checksum written with it")
     return manifest
 
 
 def _body_digest(body: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=32).hexdigest()
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _check_size(folder: Path, name: str, manifest: dict[str, Any]) -> None:
