@@ -243,3 +243,96 @@ def prepare(
         trust_remote_code=trust_remote_code,
         keep_duplicates=keep_duplicates,
     )
+
+
+@app.command()
+def regenerate(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target; with --endpoint, the name it serves.")],
+    input: Annotated[
+        list[str],
+        typer.Option(
+            help="Prompts, or chats to answer anew: a file of any format that prepare reads; may be repeated."
+        ),
+    ],
+    output: Annotated[str, typer.Option(help="JSONL to write, or to continue.")],
+    turns: Annotated[str, typer.Option(help="Write all of the assistant's turns anew, or the last.")] = "all",
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Base URL of an OpenAI-compatible server, as in http://localhost:8000/v1; may be repeated. A key is"
+            " taken from OPENAI_API_KEY."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name by which the servers know the target.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Requests in flight, all servers together [64].")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds to wait for one answer of a server [600].")] = None,
+    retries: Annotated[int | None, typer.Option(help="Further tries of a request that failed [6].")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest mass to draw from.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens to draw from; 0 for all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds the drawing.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Rows decoded together; by default by the memory.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; by default the first GPU, or the CPU.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of a local target [bfloat16].")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let the target's own code run.")] = False,
+) -> int:
+    """The target's own answers to given prompts, from a local model or a server; run again, it continues.
+
+    Exit code 1 where some prompts got no answer: they are listed beside the output.
+    """
+    from draftmill.target.answers_commands import regenerate_command
+    from draftmill.target.generate_sampling import Sampling
+
+    return regenerate_command(
+        target,
+        input,
+        output,
+        Sampling(max_new_tokens, temperature, top_p, top_k, seed),
+        turns=turns,
+        endpoints=endpoint or [],
+        model=model,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        retries=retries,
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+@app.command()
+def synthesize(
+    target: Annotated[str, typer.Option(help="Folder or hub id of the target.")],
+    num: Annotated[int, typer.Option(help="Chats that the output is to hold.")],
+    output: Annotated[str, typer.Option(help="JSONL to write, or to continue.")],
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="File of evaluation prompts that must not be sampled; may be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
+    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest mass to draw from.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens to draw from; 0 for all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds the drawing.")] = 0,
+    batch_size: Annotated[int | None, typer.Option(help="Rows decoded together; by default by the memory.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda:N; by default the first GPU, or the CPU.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the target.")] = "bfloat16",
+    trust_remote_code: Annotated[bool, typer.Option(help="Let the target's own code run.")] = False,
+) -> None:
+    """Chats sampled from the target itself, prompts and answers: no data is needed. Run again, it continues."""
+    from draftmill.target.answers_commands import synthesize_command
+    from draftmill.target.generate_sampling import Sampling
+
+    synthesize_command(
+        target,
+        num,
+        output,
+        Sampling(max_new_tokens, temperature, top_p, top_k, seed),
+        exclude=exclude or [],
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+    )

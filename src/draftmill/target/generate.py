@@ -17,7 +17,17 @@ from draftmill.errors import InputError
 from draftmill.target.generate_rows import Row, Rows
 from draftmill.target.generate_sampling import Sampling
 
-__all__ = ["Completion", "Prompt", "Sampling", "encode", "generate_batched", "stop_tokens"]
+__all__ = [
+    "Completion",
+    "Prompt",
+    "Sampling",
+    "encode",
+    "encode_text",
+    "generate_batched",
+    "num_positions",
+    "render",
+    "stop_tokens",
+]
 
 Prompt = Sequence[Mapping[str, Any]] | Sequence[int]
 """Messages of a chat, or token ids."""
@@ -103,17 +113,22 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """
     if not len(prompt) or isinstance(prompt[0], int):
         return list(prompt)  # type: ignore[arg-type]
-    return list(tokenizer(render(tokenizer, list(prompt)), add_special_tokens=False).input_ids)
+    return encode_text(tokenizer, render(tokenizer, list(prompt)))
 
 
-def render(tokenizer: Any, messages: list[Any], *, answer: bool = True) -> str:
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of text as a template renders it: nothing is added, special tokens are recognized."""
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def render(tokenizer: Any, messages: list[Any], *, tools: list[Any] | None = None, answer: bool = True) -> str:
     """The chat template's text of messages, with the opening of an answer where `answer`. Raises InputError."""
     import jinja2
 
     if not tokenizer.chat_template:
         raise InputError("the target's tokenizer has no chat template; use a target that was tuned for chat")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer)
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         raise InputError(f"the target's chat template refuses these messages: {error}") from None
 
@@ -129,11 +144,16 @@ def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def num_positions(model: Any) -> int | None:
+    """Tokens that the model holds, prompt and answer together, where its configuration says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _limit(model: Any, ids: Sequence[int], sampling: Sampling, index: int) -> int:
     """Tokens that may be written after a prompt: those asked for, within the model's positions."""
     if not ids:
         raise InputError(f"prompt {index} is empty; give at least one token")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = num_positions(model)
     room = sampling.max_new_tokens if positions is None else positions - len(ids)
     if room < 1:
         raise InputError(f"prompt {index} has {len(ids)} tokens, the target holds {positions}; shorten it")
