@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -99,11 +100,13 @@ class _Document:
         return out.permute(2, 3, 0, 1, 4).reshape(count * size, -1, dim)
 
 
-def flex_masked_attention(shape: DrafterShape, masks: dict[int | None, BlockMask]) -> Attention:
+def flex_masked_attention(
+    shape: DrafterShape, masks: dict[int | None, BlockMask], kernel: Callable[..., Any] = flex_attention
+) -> Attention:
     """Attention by flex attention under one block mask for each window in use. CUDA; fast only when compiled."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flex_attention(
+        out = kernel(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],

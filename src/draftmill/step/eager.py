@@ -1,7 +1,9 @@
-"""The step as three pieces, run eagerly: the reference that the other ways of running it must equal.
+"""The step as pieces, run eagerly: the reference that the other ways of running it must equal.
 
     trunk      features + blocks -> hidden states, with the graph for backward
-    head chunk rows of hidden states -> cross entropies and the gradient to those rows; as many chunks as have rows
+    rows       which slots are scored, with which label and weight
+    chunk      some rows of hidden states -> cross entropies and the gradient to those rows; as many chunks as have rows
+    count      right and supervised slots
     backward   gradient to the hidden states -> gradients of the weights, added to the flat buffer
 
 Between the pieces nothing is read back to the host: how many chunks have rows is known there from the batch.
@@ -10,15 +12,19 @@ Between the pieces nothing is read back to the host: how many chunks have rows i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from draftmill.drafter.attention import Attention, dense_attention, per_document_attention
+from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
 from draftmill.drafter.loss import block_tokens, loss_chunk, scored_rows
+from draftmill.drafter.mask import TileLists
+from draftmill.records import Blocks
 from draftmill.step.state import StepState
 
-Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-LossChunk = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+FlexKernel = Callable[..., Any]
+AttentionChoice = Callable[[StepState], Callable[[Blocks], Attention]]
 
 
 class EagerStep:
@@ -26,18 +32,23 @@ class EagerStep:
 
     name = "eager"
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
+        """attention: how the layers attend; by default document by document on a CPU, dense on CUDA."""
         self.state = state
         size = state.drafter_shape
         slots = size.block_size - 1
         self.d_pace = None if state.rule.alpha is None else (slots, state.rule.alpha)
         # Under D-PACE a chunk holds whole blocks.
-        step = slots if self.d_pace else 1
-        self.chunk_rows = max(step, state.shape.chunk_rows // step * step)
-        self.num_rows = state.shape.anchor_slots * slots
+        unit = slots if self.d_pace else 1
+        self.chunk_rows = max(unit, min(state.shape.chunk_rows, state.shape.anchor_slots * slots) // unit * unit)
+        self.num_chunks = -(-state.shape.anchor_slots * slots // self.chunk_rows)
+        self.attention = (attention or default_attention)(state)
+
+    def warm_up(self) -> None:
+        """Nothing to prepare."""
 
     def run(self, num_scored: int, num_blocks: int) -> None:
-        """One batch: adds its gradient, totals and counts to the state.
+        """One batch: adds its gradient, sums and counts to the state.
 
         num_scored: supervised slots of the batch; num_blocks: used blocks. Both known on the host.
         """
@@ -48,7 +59,7 @@ class EagerStep:
 
     @torch.no_grad()
     def evaluate(self, num_scored: int, num_blocks: int) -> None:
-        """Forward only: totals, counts and `correct_AK` of the batch; no gradient."""
+        """Forward only: sums, counts and `correct_AK` of the batch; no gradient."""
         self.score(self.trunk(), num_scored, num_blocks, with_slope=False)
 
     def trunk(self) -> torch.Tensor:
@@ -57,45 +68,44 @@ class EagerStep:
         size = state.drafter_shape
         ids, positions = block_tokens(state.blocks, size.block_size, size.mask_token_id)
         return state.drafter(
-            state.features_TF, state.blocks.positions_T, state.head.embed(ids), positions, self.attention()
+            state.features_TF, state.blocks.positions_T, state.head.embed(ids), positions, self.attention(state.blocks)
         )
 
-    def attention(self) -> Attention:
-        """How the drafter's layers attend in this batch."""
-        on_host = self.state.device.type == "cpu"
-        choose = per_document_attention if on_host else dense_attention
-        return choose(self.state.drafter_shape, self.state.blocks)
-
     def score(self, hidden_QH: torch.Tensor, num_scored: int, num_blocks: int, with_slope: bool) -> None:
-        """Hidden states [A*K, H] -> totals, counts, correct_AK, and slope_QH where wanted."""
-        state = self.state
-        rows, labels, weights = scored_rows(state.blocks, state.drafter_shape.block_size, state.rule)
-        state.correct_AK.zero_()
-        if with_slope:
-            state.slope_QH.zero_()
-        for start in range(0, self.rows_to_run(num_scored, num_blocks), self.chunk_rows):
-            stop = start + self.chunk_rows
-            self.chunk(hidden_QH, rows[start:stop], labels[start:stop], weights[start:stop], with_slope)
+        """Hidden states [A*K, H] -> sums, counts, correct_AK, and slope_QH where wanted."""
+        rows, labels, weights = self.rows()
+        for index in range(self.chunks_to_run(num_scored, num_blocks)):
+            part = slice(index * self.chunk_rows, (index + 1) * self.chunk_rows)
+            self.chunk(hidden_QH, rows[part], labels[part], weights[part], with_slope)
         self.count()
 
-    def rows_to_run(self, num_scored: int, num_blocks: int) -> int:
-        """Rows of the loss head that carry weight, from the batch's counts."""
-        return num_blocks * (self.state.drafter_shape.block_size - 1) if self.d_pace else num_scored
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, labels and weights of the loss head, filled up to whole chunks; clears what chunks scatter into."""
+        state = self.state
+        state.correct_AK.zero_()
+        state.slope_QH.zero_()
+        rows, labels, weights = scored_rows(state.blocks, state.drafter_shape.block_size, state.rule)
+        # Fillers point at row 0, the first block's given token, which has no loss.
+        missing = self.num_chunks * self.chunk_rows - rows.shape[0]
+        return tuple(torch.nn.functional.pad(x, (0, missing)) for x in (rows, labels, weights))  # type: ignore[return-value]
+
+    def chunks_to_run(self, num_scored: int, num_blocks: int) -> int:
+        """How many chunks have rows that carry weight, from the batch's counts."""
+        rows = num_blocks * (self.state.drafter_shape.block_size - 1) if self.d_pace else num_scored
+        return -(-rows // self.chunk_rows)
 
     def chunk(
-        self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, slope: bool
+        self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
     ) -> None:
         """One chunk of the loss head, its results scattered to the static outputs."""
         state = self.state
-        cross_entropy, weights, correct, slope_RH = self.loss_chunk(
-            hidden_QH[rows], state.head, labels, weights, self.d_pace, slope
+        cross_entropy, weights, correct, slope_RH = loss_chunk(
+            hidden_QH[rows], state.head, labels, weights, self.d_pace, with_slope
         )
         state.totals += torch.stack([(weights * cross_entropy).sum(), weights.sum()])
         state.correct_AK.view(-1)[rows] = correct
-        if slope:
+        if with_slope:
             state.slope_QH[rows] = slope_RH
-
-    loss_chunk: LossChunk = staticmethod(loss_chunk)
 
     def count(self) -> None:
         """Add the batch's right and supervised slots to the counts."""
@@ -105,3 +115,30 @@ class EagerStep:
         state.correct_AK &= scored
         state.correct_K += state.correct_AK.sum(dim=0)
         state.scored_K += scored.sum(dim=0)
+
+
+DENSE_LIMIT = 2**28
+"""Query-key pairs up to which CUDA attends densely when run eagerly; past it the mask alone would take gigabytes."""
+
+
+def default_attention(state: StepState) -> Callable[[Blocks], Attention]:
+    """Document by document on a CPU; on CUDA the dense reference, or, where large, flex attention alone compiled."""
+    shape = state.drafter_shape
+    if state.device.type == "cpu":
+        return lambda blocks: per_document_attention(shape, blocks)
+    queries = state.shape.anchor_slots * shape.block_size
+    if queries * (state.shape.context_slots + queries) <= DENSE_LIMIT:
+        return lambda blocks: dense_attention(shape, blocks)
+    return flex_attention_choice(state, torch.compile(flex_attention, dynamic=False))
+
+
+def flex_attention_choice(state: StepState, kernel: FlexKernel = flex_attention) -> Callable[[Blocks], Attention]:
+    """Flex attention under tile lists built from each batch's blocks; `kernel` as it is inside a compiled step."""
+    shape = state.drafter_shape
+    tiles = TileLists(state.shape.context_slots, state.shape.anchor_slots, shape.block_size, state.device)
+    windows = {shape.window(layer) for layer in range(shape.num_layers)}
+
+    def attention(blocks: Blocks) -> Attention:
+        return flex_masked_attention(shape, {window: tiles.mask(blocks, window) for window in windows}, kernel)
+
+    return attention

@@ -5,6 +5,7 @@ Weights are read once a host; each further replica is copied from the first on i
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from draftmill.pipeline.supervision import Supervisor
 from draftmill.pipeline.team import Team
 from draftmill.pipeline.workers import DrafterWorker, Result, Route, TargetWorker
 from draftmill.records import HostBatch, WorkItem
-from draftmill.step.eager import EagerStep
+from draftmill.step.choose import build_step
 from draftmill.step.state import StepState
 from draftmill.target.head import TargetHead
 from draftmill.target.load import load_target
@@ -177,7 +178,7 @@ def _build_team(
         results: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
         def build(number: int = number, device: torch.device = device) -> tuple[Replica, Collective]:
-            replica = build_replica(setup, head, device)
+            replica = build_replica(setup, head, device, run.log)
             prepare(replica)
             return replica, Collective(store, number, stream.num_drafters, device)
 
@@ -207,7 +208,7 @@ def _build_team(
     )
 
 
-def build_replica(setup: Setup, head: TargetHead, device: torch.device) -> Replica:
+def build_replica(setup: Setup, head: TargetHead, device: torch.device, log: logging.Logger) -> Replica:
     """A drafter with the run's first weights on a device, its step chosen. Runs in the worker thread."""
     config = setup.config
     with torch.random.fork_rng(devices=[]):
@@ -217,10 +218,13 @@ def build_replica(setup: Setup, head: TargetHead, device: torch.device) -> Repli
     state = StepState(drafter, head, setup.rule, setup.step_shape, device, setup.dtype)
     num_buckets = max(len(plan.edges) for plan in (setup.plan, setup.heldout_plan) if plan is not None)
     total_steps = setup.stream.total_steps
+    optimizer = FlatAdamW(state.flat, config.train)
+    built = build_step(config.drafter.step, state, optimizer)
+    log.info(f"drafter step on {device}: {built.report}")
     return Replica(
         state,
-        EagerStep(state),
-        FlatAdamW(state.flat, config.train),
+        built,
+        optimizer,
         lambda step: learning_rate(step, total_steps, config.train),
         num_buckets,
     )

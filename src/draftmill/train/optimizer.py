@@ -32,6 +32,11 @@ class FlatAdamW:
         self.lr = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
 
+    def reset(self) -> None:
+        """Forget all updates."""
+        for tensor in (self.first, self.second, self.count, self.lr, self.grad_norm):
+            tensor.zero_()
+
     @torch.no_grad()
     def update(self, weight_sum: torch.Tensor) -> None:
         """One update from the flat gradient, which is divided by `weight_sum` (float32 [], the loss's denominator)."""

@@ -15,7 +15,7 @@ import torch
 from draftmill.evaluate.acceptance import acceptance_counts
 from draftmill.pipeline.channel import Slot
 from draftmill.records import BatchKind, HostBatch
-from draftmill.step.eager import EagerStep
+from draftmill.step.choose import Built
 from draftmill.step.state import StepState
 from draftmill.train.optimizer import FlatAdamW
 
@@ -72,12 +72,13 @@ class Replica:
     def __init__(
         self,
         state: StepState,
-        step: EagerStep,
+        built: Built,
         optimizer: FlatAdamW,
         learning_rate: Callable[[int], float],
         num_buckets: int,
     ) -> None:
-        self.state, self.step, self.optimizer, self.learning_rate = state, step, optimizer, learning_rate
+        self.state, self.step, self.run_update = state, built.step, built.update
+        self.optimizer, self.learning_rate = optimizer, learning_rate
         slots = state.drafter_shape.block_size - 1
         self.heldout_counts = torch.zeros(num_buckets, 2, slots, dtype=torch.int64, device=state.device)
         self.batch: HostBatch | None = None
@@ -115,7 +116,7 @@ class Replica:
         """One optimizer update at the step's learning rate."""
         self.lr = self.learning_rate(step)
         self.optimizer.lr.fill_(self.lr)
-        self.optimizer.update(self.state.totals[1])
+        self.run_update()
 
     def step_result(self) -> StepValues:
         """The step's sums and gradient norm, on their way to the host."""

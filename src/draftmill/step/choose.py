@@ -1,0 +1,169 @@
+"""Which way of running the step is used: the one asked for, or the fastest that equals eager.
+
+`auto` builds the candidates one after another in the worker's own thread, under the process's build lock, on a full
+batch of random numbers (so that memory runs out here or never). A candidate that raises, that differs from eager
+beyond the tolerance, or that is slower is rejected. Weights, moments and the RNG are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draftmill.config import StepChoice
+from draftmill.records import Blocks
+from draftmill.step.compiled import BUILD_LOCK, CompiledStep, compile_piece
+from draftmill.step.eager import EagerStep
+from draftmill.step.graphed import GraphedStep, record_graph
+from draftmill.step.state import StepState
+
+TOLERANCE = {torch.bfloat16: (2e-2, 2e-3), torch.float32: (1e-4, 1e-5)}
+"""Relative difference from eager allowed in the gradient (norm of the difference) and in the loss, by compute type."""
+TIMED_RUNS = 5
+
+
+class Optimizer(Protocol):
+    """What a step needs of the optimizer: one update from the flat gradient, all its numbers on the device."""
+
+    def update(self, weight_sum: torch.Tensor) -> None:
+        """One update, the gradient divided by `weight_sum`."""
+
+    def reset(self) -> None:
+        """Forget all updates, so that warming up leaves no trace."""
+
+
+@dataclass
+class Built:
+    """A step ready to run, and the update that goes with it."""
+
+    step: EagerStep
+    update: Callable[[], None]
+    report: str
+
+
+def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer) -> Built:
+    """Build the step in the calling thread, on its current stream, before any checkpoint is restored.
+
+    What goes wrong while building the way that was asked for is raised; `auto` rejects it and says so in `report`.
+    """
+    on_cuda = state.device.type == "cuda"
+    if choice == "auto" and not on_cuda:
+        return Built(EagerStep(state), lambda: optimizer.update(state.totals[1]), "eager (auto: the choice on a CPU)")
+    with BUILD_LOCK, _undisturbed(state):
+        fill_randomly(state)
+        if choice == "auto":
+            return _fastest(state, optimizer)
+        step = _STEPS[choice](state)
+        step.warm_up()
+        return Built(step, _update_for(step, state, optimizer), f"{choice} (as configured)")
+
+
+_STEPS: dict[str, type[EagerStep]] = {"eager": EagerStep, "compiled": CompiledStep, "graphed": GraphedStep}
+
+
+def _fastest(state: StepState, optimizer: Optimizer) -> Built:
+    reference = EagerStep(state)
+    times = {"eager": _time(reference, state)}
+    gradient, totals = state.flat.gradient.clone(), state.totals.clone()
+    best: EagerStep = reference
+    notes = []
+    for name in ("compiled", "graphed"):
+        try:
+            step = _STEPS[name](state)
+            step.warm_up()
+            seconds = _time(step, state)
+            difference = _difference(state, gradient, totals)
+        except Exception as error:  # a candidate that does not work here is no reason to end the run
+            notes.append(f"{name} rejected: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            continue
+        allowed = TOLERANCE[state.dtype]
+        if any(got > limit or got != got for got, limit in zip(difference, allowed, strict=True)):
+            notes.append(f"{name} rejected: differs from eager by {difference[0]:.1e} in the gradient")
+            continue
+        times[name] = seconds
+        if seconds < times[best.name]:
+            best = step
+    del gradient
+    shown = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items())
+    return Built(best, _update_for(best, state, optimizer), "; ".join([f"{best.name} (auto: {shown})", *notes]))
+
+
+def _time(step: EagerStep, state: StepState) -> float:
+    """Median seconds of a full batch; leaves its gradient and totals behind."""
+    full = state.shape.anchor_slots
+    scored = full * (state.drafter_shape.block_size - 1)
+    seconds = []
+    for _ in range(TIMED_RUNS):
+        state.begin()
+        torch.cuda.current_stream().synchronize()
+        started = time.perf_counter()
+        step.run(scored, full)
+        torch.cuda.current_stream().synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _difference(state: StepState, gradient: torch.Tensor, totals: torch.Tensor) -> tuple[float, float]:
+    mine = state.flat.gradient
+    # in pieces: a float32 copy of the whole gradient could be the one thing that does not fit
+    pieces = zip(mine.split(2**26), gradient.split(2**26), strict=True)
+    apart, size = 0.0, 0.0
+    for ours, theirs in pieces:
+        apart += float((ours.float() - theirs.float()).square().sum())
+        size += float(theirs.float().square().sum())
+    loss, expected = float(state.totals[0] / state.totals[1]), float(totals[0] / totals[1])
+    return (apart / max(size, 1e-30)) ** 0.5, abs(loss - expected) / abs(expected)
+
+
+def _update_for(step: EagerStep, state: StepState, optimizer: Optimizer) -> Callable[[], None]:
+    """The optimizer's update run as the step is: eager, compiled, or captured."""
+    if isinstance(step, EagerStep) and not isinstance(step, CompiledStep):
+        return lambda: optimizer.update(state.totals[1])
+    compiled = compile_piece(type(optimizer).update, f"{step.name}_update_{id(state)}")
+
+    def run() -> None:
+        compiled(optimizer, state.totals[1])
+
+    # On a zero gradient and zero moments the update changes nothing but the count.
+    state.begin()
+    state.totals[1] = 1.0
+    for _ in range(2):
+        run()
+    if not isinstance(step, GraphedStep):
+        optimizer.reset()
+        return run
+    graph = record_graph(run)
+    optimizer.reset()
+    return graph.replay
+
+
+@contextmanager
+def _undisturbed(state: StepState) -> Iterator[None]:
+    """Leaves torch's random number generators as they were, and the state's inputs empty."""
+    with torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else []):
+        yield
+    state.begin()
+    state.features_TF.zero_()
+    state.blocks.copy_(Blocks.empty(state.shape.context_slots, state.shape.anchor_slots))
+
+
+def fill_randomly(state: StepState) -> None:
+    """A full batch: random features and tokens in documents of a quarter of the context, every anchor slot in use."""
+    size, context, anchors = state.drafter_shape, state.shape.context_slots, state.shape.anchor_slots
+    generator = torch.Generator().manual_seed(0)
+    device = state.device
+    state.features_TF.normal_()
+    state.blocks.tokens_T.copy_(torch.randint(size.vocab_size, (context,), generator=generator))
+    length = max(2, context // 4)
+    positions = torch.arange(context) % length
+    state.blocks.positions_T.copy_(positions)
+    chosen = torch.randint(1, max(2, context - 1), (anchors,), generator=generator).sort().values.clamp(max=context - 1)
+    state.blocks.anchors_A.copy_(chosen)
+    state.blocks.starts_A.copy_(chosen - positions[chosen])
+    state.blocks.slots_A.copy_(torch.full((anchors,), size.block_size - 1, dtype=torch.int32).to(device))

@@ -1,0 +1,82 @@
+"""The step captured by hand as CUDA graphs, in the worker's own thread and stream.
+
+    load ─► [trunk + rows] ─► [chunk 0] [chunk 1] ... as many as have rows ─► [count + backward] ─► ... ─► [update]
+
+Each bracket is a graph over the replica's static buffers. The graphs share one memory pool and are replayed in the
+order of their capture, so what one leaves for the next (hidden states, activations) stays valid in between. Input
+shapes are the state's; outputs are the state's buffers and are overwritten by the next run. A compiled step's pieces
+are captured, so whatever the compiler fuses stays fused.
+
+Capture runs with capture_error_mode="thread_local": other threads may allocate, pin and launch meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from draftmill.step.compiled import CompiledStep
+from draftmill.step.state import StepState
+
+
+class GraphedStep(CompiledStep):
+    """The compiled pieces, replayed. `warm_up` captures them; evaluation runs the compiled pieces."""
+
+    name = "graphed"
+
+    def __init__(self, state: StepState) -> None:
+        if state.device.type != "cuda":
+            raise ValueError(f"a CUDA graph needs a CUDA device, got {state.device}")
+        super().__init__(state)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[str | int, torch.cuda.CUDAGraph] = {}
+        self._hidden: torch.Tensor | None = None
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    def warm_up(self) -> None:
+        """Warm up on the current stream and capture every piece there. Leaves gradients and sums of no meaning."""
+        CompiledStep.warm_up(self)
+
+        def first() -> None:
+            self._hidden = CompiledStep.trunk(self)
+            with torch.no_grad():
+                self._kept = (self._hidden.detach(), *CompiledStep.rows(self))
+
+        def last() -> None:
+            assert self._hidden is not None
+            with torch.no_grad():
+                CompiledStep.count(self)
+            self._hidden.backward(self.state.slope_QH)
+
+        self._record("first", first)
+        for index in range(self.num_chunks):
+            self._record(index, lambda index=index: self._chunk_at(index))  # type: ignore[misc]
+        self._record("last", last)
+
+    def run(self, num_scored: int, num_blocks: int) -> None:
+        """Replay one batch. Raises RuntimeError before `warm_up`."""
+        if "last" not in self._graphs:
+            raise RuntimeError("a graphed step must be warmed up before it runs")
+        self._graphs["first"].replay()
+        for index in range(self.chunks_to_run(num_scored, num_blocks)):
+            self._graphs[index].replay()
+        self._graphs["last"].replay()
+
+    def _chunk_at(self, index: int) -> None:
+        hidden, rows, labels, weights = self._kept
+        part = slice(index * self.chunk_rows, (index + 1) * self.chunk_rows)
+        with torch.no_grad():
+            CompiledStep.chunk(self, hidden, rows[part], labels[part], weights[part], True)
+
+    def _record(self, name: str | int, work: Callable[[], None]) -> None:
+        self._graphs[name] = record_graph(work, self._pool)
+
+
+def record_graph(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Capture what `work` launches on the current stream of this thread, which must not be a device's default one."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        work()
+    return graph
