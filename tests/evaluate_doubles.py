@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from draftmill.checkpoint import zlab
 from draftmill.config import DrafterConfig
 from draftmill.drafter.attention import dense_attention
 from draftmill.drafter.cache import DrafterCache
@@ -24,9 +31,9 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    "bos_token_id": 62,
+    "eos_token_id": 63,
+    "pad_token_id": 63,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -137,3 +144,35 @@ def overfit(drafter: Drafter, target: Target, tokens: list[int], first: int, ste
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% if enable_thinking is defined and not enable_thinking %}w3 {% endif %}"
+    "{% endif %}"
+)
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}assistant "
+
+
+def tiny_tokenizer(template: str | None = PLAIN_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Words w0..w59, the three roles and <end>: 64 ids, those of a tiny target."""
+    words = {f"w{index}": index for index in range(60)} | {"user": 60, "assistant": 61, "system": 62, "<end>": 63}
+    inner = Tokenizer(WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="w0")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_pair(folder: Path, target: Target, drafter: Drafter, template: str | None = PLAIN_TEMPLATE) -> tuple[str, str]:
+    """A target and a drafter in z-lab layout on the disk, as others publish them; the two folders."""
+    where_target, where_drafter = folder / "target", folder / "drafter"
+    target.model.save_pretrained(where_target)
+    tiny_tokenizer(template).save_pretrained(where_target)
+    where_drafter.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()},
+        where_drafter / "model.safetensors",
+    )
+    (where_drafter / "config.json").write_text(json.dumps(zlab.to_config(drafter.shape, "float32")))
+    return str(where_target), str(where_drafter)
