@@ -102,7 +102,7 @@ def main() -> None:
         saver.save(1, tensors, moments, {})
         saver.wait()
         with Pauses() as idle:
-            time.sleep(1.0)
+            time.sleep(min(10.0, arguments.saves * saved[0].write_s))
         held_up = []
         with Pauses() as writing:
             for step in range(2, 2 + arguments.saves):
