@@ -1,0 +1,174 @@
+"""`draftmill evaluate` as a user types it, bad input included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftmill.checkpoint.store import save
+from draftmill.cli import main
+from draftmill.data.build import write_store
+from evaluate_doubles import random_drafter, reference_greedy, save_pair, tiny_target
+
+torch.set_num_threads(1)
+
+BRIEF = ["--max-new-tokens", "6", "--draft-tokens", "1,3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A target and a z-lab drafter on the disk, prompts, and a run with a checkpoint and held-out samples."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    target = tiny_target("llama")
+    drafter = random_drafter(target)
+    where_target, where_drafter = save_pair(folder, target, drafter)
+    prompts = folder / "mine.jsonl"
+    prompts.write_text('{"prompt": "w3 w9", "category": "x"}\n{"prompt": "w7", "category": "y"}\n')
+    samples = [(np.arange(index, index + 8, dtype=np.int32), np.arange(8) >= 4) for index in range(20)]
+    write_store(folder / "store", samples, vocab_size=64, max_length=64)
+    state = {
+        "shape": drafter.shape.to_dict(),
+        "target": {"model": where_target, "revision": None},
+        "config": {"data": {"path": str(folder / "store"), "heldout": 2}, "run": {"seed": 0}},
+    }
+    save(folder / "run", 5, {name: value.detach() for name, value in drafter.named_parameters()}, {}, state)
+    return {
+        "target": where_target,
+        "drafter": where_drafter,
+        "prompts": str(prompts),
+        "run": str(folder / "run"),
+        "folder": folder,
+        "model": target,
+    }
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """The JSON of the last line and all that was printed before it."""
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", *arguments, *BRIEF, "--json"])
+    printed = capsys.readouterr()
+    assert left.value.code == 0, printed.err
+    *before, last = printed.out.splitlines()
+    return json.loads(last), "\n".join(before)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on standard error of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", *arguments])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftmill: ")]
+    assert left.value.code == 2
+    assert len(errors) == 1
+    return errors[0]
+
+
+def test_a_published_drafter_on_a_file_of_prompts(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found, text = evaluated(capsys, pair["drafter"], "--target", pair["target"], "--prompts", pair["prompts"])
+    assert found["dtype"] == "float32"
+    assert found["target"] == pair["target"]
+    assert found["draft_tokens"] == [1, 3]
+    assert found["best_draft_tokens"] in (1, 3)
+    assert [(row["answers"], row["identical"]) for row in found["overall"]] == [(2, 2), (2, 2)]
+    expected = sum(len(reference_greedy(pair["model"], ids, 6)) for ids in ([60, 3, 9, 61], [60, 7, 61]))
+    assert found["overall"][0]["tokens"] == expected
+    assert [row["category"] for row in found["groups"]] == ["all", "x", "y"]
+    for phrase in ("output identical to plain decoding: 2/2", "mine / x", "best number of drafted tokens here:"):
+        assert phrase in text
+    assert "not recorded" in text
+    assert not (Path(pair["drafter"]) / "evaluation.json").exists()
+
+
+def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, text = evaluated(capsys, pair["run"])
+    assert found["step"] == 5
+    assert [row["suite"] for row in found["groups"]] == ["heldout"]
+    assert found["answers"] == 2
+    checkpoint = Path(pair["run"]) / "checkpoints/step-5"
+    kept = json.loads((checkpoint / "evaluation.json").read_text())
+    assert kept["best_draft_tokens"] == found["best_draft_tokens"]
+    assert kept["rows"][0]["tau (pooled)"] == found["groups"][0]["tau_pooled"]
+    assert "recorded with" in text
+
+    exported = pair["folder"] / "exported"
+    with pytest.raises(SystemExit):
+        main(["export", pair["run"], "--layout", "zlab", "--output", str(exported), "--dtype", "float32"])
+    assert "Real speculative decoding" in (exported / "README.md").read_text()
+    capsys.readouterr()
+    # The export names its target, and keeps a newer evaluation in its own card.
+    found, _ = evaluated(capsys, str(exported), "--prompts", pair["prompts"], "--limit", "1")
+    assert [row["suite"] for row in found["groups"]] == ["mine"]
+    assert "| mine |" in (exported / "README.md").read_text()
+
+
+def test_no_record_leaves_the_checkpoint_as_it_was(pair: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(pair["run"]) / "checkpoints/step-5/evaluation.json"
+    before = path.read_bytes() if path.exists() else None
+    evaluated(capsys, pair["run"], "--no-record")
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_sampling_is_reproducible_and_claims_no_identity(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--target", pair["target"], "--prompts", pair["prompts"], "--temperature", "0.9", "--top-p", "0.9"]
+    first, text = evaluated(capsys, pair["drafter"], *options, "--seed", "3")
+    second, _ = evaluated(capsys, pair["drafter"], *options, "--seed", "3")
+    assert first["overall"][0]["identical"] is None
+    assert "identical to plain" not in text
+    assert [row["histogram"] for row in first["overall"]] == [row["histogram"] for row in second["overall"]]
+
+
+def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def error(*arguments: str, drafter: str = pair["drafter"], prompts: str = pair["prompts"]) -> str:
+        return refused(capsys, drafter, "--target", pair["target"], "--prompts", prompts, "--device", "cpu", *arguments)
+
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    assert "holds no prompt" in error(prompts=str(empty))
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "w1 " * 600}))
+    assert "a prompt of 602 tokens is too long: the target holds 512" in error(prompts=str(long))
+    assert "give --suite or --prompts, not both" in error("--suite", "humaneval")
+    assert "no drafter at" in error(drafter=str(tmp_path / "nowhere"))
+    assert "drafts 1 to 3 tokens a step, got 4" in error("--draft-tokens", "4")
+    assert "--draft-tokens must be numbers" in error("--draft-tokens", "many")
+    assert "--limit must be at least 1, got 0" in error("--limit", "0")
+    assert "temperature must be from 0" in error("--temperature", "-1")
+    assert "--device must be auto, cpu, cuda or cuda:N, got 'tpu'" in error("--device", "tpu")
+    assert "--dtype must be one of auto, bfloat16, float16, float32, got 'int4'" in error("--dtype", "int4")
+    assert "--thinking must be one of auto, on, off, got 'maybe'" in error("--thinking", "maybe")
+    assert "has no enable_thinking" in error("--thinking", "on")
+    if not torch.cuda.is_available():
+        assert "this machine has 0 CUDA devices" in error("--device", "cuda:0")
+        assert "graphs can be captured on CUDA only" in error("--graphs", "on")
+
+
+def test_a_drafter_without_target_or_prompts_says_what_to_give(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "does not name its target; give --target" in refused(
+        capsys, pair["drafter"], "--prompts", pair["prompts"], "--device", "cpu"
+    )
+    assert "names no held-out samples to evaluate on; give --suite or --prompts" in refused(
+        capsys, pair["drafter"], "--target", pair["target"], "--device", "cpu"
+    )
+    assert "no suite 'nope'" in refused(capsys, pair["drafter"], "--target", pair["target"], "--suite", "nope")
+
+
+def test_a_drafter_for_another_target_is_refused_before_the_target_is_read(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tiny_target("llama", hidden_size=48, vocab_size=80)
+    where, _ = save_pair(tmp_path, other, random_drafter(other))
+    (Path(where) / "model.safetensors").unlink()
+    message = refused(capsys, pair["drafter"], "--target", where, "--prompts", pair["prompts"], "--device", "cpu")
+    assert "the drafter is for another target: its hidden size is 32, the target's is 48" in message
