@@ -336,3 +336,38 @@ def synthesize(
         batch_size=batch_size,
         trust_remote_code=trust_remote_code,
     )
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(metavar="RUN.YAML", help="The run's configuration.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as in train.lr=3e-4.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Go on in the background; print run directory, pid and log.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run directory's newest checkpoint.")] = False,
+) -> int:
+    """Train a drafter as a YAML file says."""
+    from draftmill.config import load_config
+    from draftmill.train.command import run
+
+    return run(load_config(config, overrides), [config, *(overrides or [])], detach=detach, resume=resume)
+
+
+@app.command()
+def demo(
+    cache: Annotated[str, typer.Option(help="Where the target and the tokenized data are kept.")] = ".cache",
+    output: Annotated[
+        str | None, typer.Option(help="Folder of the run and the drafter; by default in the cache.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
+) -> None:
+    """All of it on a small real target: prepare, train, evaluate, export. About six minutes on two CPU cores."""
+    from pathlib import Path
+
+    from draftmill.demo.run import demo as run
+
+    run(Path(cache), None if output is None else Path(output), device, json)

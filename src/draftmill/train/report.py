@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,8 +20,9 @@ from draftmill.train.setup import Setup
 class Reporter:
     """Turns each ticket's results into one line of metrics."""
 
-    def __init__(self, setup: Setup, run: RunDirectory) -> None:
-        self.setup, self.run = setup, run
+    def __init__(self, setup: Setup, run: RunDirectory, observe: Callable[[dict[str, Any]], None]) -> None:
+        """observe: gets every record of metrics.jsonl as well."""
+        self.setup, self.run, self.observe = setup, run, observe
         self.accept_length: float | None = None
         self._last_s = time.monotonic()
 
@@ -55,7 +58,7 @@ class Reporter:
             "queue_depth": sum(result.queue_depth for result in results),
             "peak_bytes": _peak_bytes(self.setup),
         }
-        self.run.metrics(record)
+        self._write(record)
         self.run.progress(
             step + 1,
             steps=stream.total_steps,
@@ -65,11 +68,15 @@ class Reporter:
             context_tokens_per_s=record["context_tokens_per_s"],
         )
 
+    def _write(self, record: dict[str, Any]) -> None:
+        self.run.metrics(record)
+        self.observe(record)
+
     def _evaluation(self, step: int, value: Late) -> None:
         counts = value.numbers()
         total = counts.sum(dim=0)
         self.accept_length = float(accept_length(total))
-        self.run.metrics(
+        self._write(
             {
                 "step": step + 1,
                 "accept_length": self.accept_length,

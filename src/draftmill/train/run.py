@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-import re
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,35 @@ from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.pipeline.team import Stalled
 from draftmill.train.assemble import load_targets, running_team
 from draftmill.train.loop import training_loop
+from draftmill.train.naming import with_directory
 from draftmill.train.replica import Replica
 from draftmill.train.report import Reporter
 from draftmill.train.saving import Saver
 from draftmill.train.setup import Setup, set_up
 
 
-def train(config: Config, *, resume: bool = False, console: bool = True) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    console: bool = True,
+    observe: Callable[[dict[str, Any]], None] = lambda _record: None,
+) -> Path:
     """Train a drafter; returns its run directory.
 
     resume: go on from the run directory's newest checkpoint. console: whether the log also goes to standard error.
+    observe: gets every record of metrics.jsonl as it is written, in this thread.
     Raises InputError for what the user can change, before anything is written; WorkerFailed, naming worker and device,
     for a worker's failure; Stalled when nothing moves any more.
     """
     hosts = Hosts.from_environment()
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run_directory(config))})})
+    config = with_directory(config)
     run_dir = Path(str(config.run.dir))
     setup = set_up(config, hosts)
     checkpoint = _checkpoint(setup, run_dir) if resume else None
     with RunDirectory.create(run_dir, config.to_yaml(), environment(setup), resume, console=console) as run:
         try:
-            run.finish(_train(setup, run, run_dir, checkpoint))
+            run.finish(_train(setup, run, run_dir, checkpoint, observe))
         except Stalled:
             run.dump_stacks()
             run.finish(Phase.STALLED)
@@ -53,7 +60,13 @@ def train(config: Config, *, resume: bool = False, console: bool = True) -> Path
     return run_dir
 
 
-def _train(setup: Setup, run: RunDirectory, run_dir: Path, checkpoint: Checkpoint | None) -> Phase:
+def _train(
+    setup: Setup,
+    run: RunDirectory,
+    run_dir: Path,
+    checkpoint: Checkpoint | None,
+    observe: Callable[[dict[str, Any]], None],
+) -> Phase:
     run.phase(Phase.LOADING_DATA)
     for line in setup.plan.describe():
         run.log.info(line)
@@ -69,7 +82,7 @@ def _train(setup: Setup, run: RunDirectory, run_dir: Path, checkpoint: Checkpoin
     saver = Saver(setup, run, run_dir)
     try:
         with running_team(setup, run, targets, head, first_step, prepare) as team:
-            return training_loop(setup, team, saver, Reporter(setup, run), first_step)
+            return training_loop(setup, team, saver, Reporter(setup, run, observe), first_step)
     finally:
         saver.close()
 
@@ -86,14 +99,6 @@ def _checkpoint(setup: Setup, run_dir: Path) -> Checkpoint:
         batches_per_step=setup.stream.group,
     )
     return checkpoint
-
-
-def run_directory(config: Config) -> Path:
-    """The run's directory: as named, or runs/<target>-<time>."""
-    if config.run.dir is not None:
-        return Path(config.run.dir)
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(config.target.model).name).strip("-").lower() or "run"
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def environment(setup: Setup) -> dict[str, Any]:

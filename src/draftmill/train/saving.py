@@ -48,8 +48,14 @@ class Saver:
     def state(self, step: int, finished: bool, accept_length: float | None) -> dict[str, Any]:
         """All that a resume or an export needs to know besides tensors."""
         setup = self.setup
+        target = setup.config.target
         return {
             "draftmill": __version__,
+            "target": {
+                "model": target.model,
+                "revision": target.revision or getattr(setup.target_config, "_commit_hash", None),
+                "architectures": list(setup.target_config.architectures or []),
+            },
             "epoch": setup.stream.epoch_of(step - 1),
             "total_steps": setup.stream.total_steps,
             "finished": finished,
