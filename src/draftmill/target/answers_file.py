@@ -12,9 +12,10 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from draftmill.errors import InputError
 
@@ -39,7 +40,7 @@ class AnswerFile:
         self._remember = remember
         self._settings_path = self.path.with_name(self.path.name + ".settings.json")
         self._settings = settings
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def __enter__(self) -> AnswerFile:
         """Open, lock and read what is there.
@@ -52,7 +53,7 @@ class AnswerFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             existed = self.path.exists()
-            self._file = self.path.open("ab+")
+            self._file = self.path.open("ab", buffering=0)  # what is written is in the file, or an error
         except OSError as error:
             raise InputError(f"{self.path} can't be written: {error.strerror}; give another --output") from None
         try:
@@ -79,11 +80,13 @@ class AnswerFile:
             self._file.close()
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row. Raises InputError where the disk is full; the rows before it stay."""
+        """Add a row. Raises InputError where the disk is full: the rows before it stay, its own part goes next time."""
         assert self._file is not None
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
         try:
-            self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", errors="surrogatepass") + b"\n")
-            self._file.flush()
+            rest = memoryview(line)
+            while len(rest):
+                rest = rest[self._file.write(rest) :]
         except OSError as problem:
             raise self._unwritable(problem) from None
         self.num_added += 1
@@ -120,21 +123,19 @@ class AnswerFile:
 
     def _read_rows(self) -> None:
         """Keep whole rows; a row cut off by a kill has no line end and goes."""
-        assert self._file is not None
-        self._file.seek(0)
         end = 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
-                self._file.truncate(end)
-                break
-            end += len(line)
-            try:
-                row = json.loads(line)
-                remembered = self._remember(row)
-            except (ValueError, LookupError, TypeError):
-                raise InputError(f"{self.path}, line {number} is no row written here; give another --output") from None
-            self.done.append(remembered)
-        self._file.seek(0, os.SEEK_END)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                try:
+                    self.done.append(self._remember(json.loads(line)))
+                except (ValueError, LookupError, TypeError):
+                    raise InputError(
+                        f"{self.path}, line {number} is no row written here; give another --output"
+                    ) from None
+        os.truncate(self.path, end)
 
     def _write_settings(self) -> None:
         whole = self._settings_path.with_name(self._settings_path.name + ".tmp")

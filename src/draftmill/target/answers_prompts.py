@@ -21,6 +21,7 @@ from draftmill.errors import InputError
 Turns = Literal["all", "last"]
 
 _PLACE = "?"  # stands for an answer while a row is checked
+_PLACES = ({"role": "assistant", "content": _PLACE}, {"from": "gpt", "value": _PLACE})
 _CHAT_COLUMNS = {"messages", "conversations", "prompt", "completion", "tools"}
 
 
@@ -123,7 +124,7 @@ def stream_of(key: str, turn: int) -> int:
 
 
 def _dialogue(raw: Any, where: str, turns: Turns, seen: Counter[str]) -> Dialogue:
-    chat = _checked(raw)
+    chat = _checked(raw, turns)
     ahead: list[Message | None] = [
         None if message["role"] == "assistant" and not message.get("tool_calls") else message
         for message in chat.messages
@@ -139,7 +140,7 @@ def _dialogue(raw: Any, where: str, turns: Turns, seen: Counter[str]) -> Dialogu
     return Dialogue(key, where, ahead, chat.tools, extra)
 
 
-def _checked(raw: Any) -> Chat:
+def _checked(raw: Any, turns: Turns) -> Chat:
     """The row through the data room's checks, with its last answer, if it has none, held open by a placeholder."""
     if not isinstance(raw, dict):
         raise BadSample("the row is not an object", f"got {type(raw).__name__}")
@@ -148,23 +149,29 @@ def _checked(raw: Any) -> Chat:
         row["completion"] = _PLACE
     for column in ("messages", "conversations"):
         if isinstance(row.get(column), list):
-            row[column] = _with_places(row[column])
+            row[column] = _with_places(row[column], turns)
     chat = parse_row(row, vocab_size=0)
     assert isinstance(chat, Chat)  # no input_ids were handed on
     return chat
 
 
-def _with_places(messages: list[Any]) -> list[Any]:
-    """Messages in which empty turns of the assistant, and a missing last one, hold the placeholder."""
-    places = []
-    for message in messages:
-        if isinstance(message, dict) and not message.get("tool_calls"):
-            if message.get("role") == "assistant":
-                message = {"role": "assistant", "content": _PLACE}
-            elif message.get("from") in ("gpt", "assistant", "model", "bot", "chatgpt"):
-                message = {"from": "gpt", "value": _PLACE}
-        places.append(message)
-    last = messages[-1] if messages else None
-    if isinstance(last, dict) and last.get("role") != "assistant" and places[-1] is last:
-        places.append({"from": "gpt", "value": _PLACE} if "from" in last else {"role": "assistant", "content": _PLACE})
+def _with_places(messages: list[Any], turns: Turns) -> list[Any]:
+    """Messages in which the turns to be written, and a missing last one, hold the placeholder."""
+    places = list(messages)
+    for index, message in enumerate(messages):
+        is_wanted = turns == "all" or index == len(messages) - 1
+        if is_wanted and _is_by_target(message) and not _calls_tools(message):
+            places[index] = _PLACES["from" in message]
+    if messages and isinstance(messages[-1], dict) and not _is_by_target(messages[-1]):
+        places.append(_PLACES["from" in messages[-1]])
     return places
+
+
+def _is_by_target(message: Any) -> bool:
+    """Whether an unparsed message is a turn of the assistant's."""
+    speakers = ("assistant", "gpt", "chatgpt", "bot", "model", "function_call")
+    return isinstance(message, dict) and message.get("role", message.get("from")) in speakers
+
+
+def _calls_tools(message: dict[str, Any]) -> bool:
+    return bool(message.get("tool_calls")) or message.get("from") == "function_call"
