@@ -71,17 +71,18 @@ def measure_open(folder: Path) -> dict[str, Any]:
     from draftmill.data import BatchPlan, Store
 
     before = anonymous_bytes()
-    started = time.perf_counter()
+    cpu, started = time.process_time(), time.perf_counter()
     store = Store.open(folder, max_length=8192)
     opened = time.perf_counter()
     plan = make_plan(BatchPlan, store)
     batches = plan.num_batches(0)
-    planned = time.perf_counter()
+    planned, cpu = time.perf_counter(), time.process_time() - cpu
     lines = plan.describe()
     return {
         "open_s": round(opened - started, 2),
         "plan_s": round(planned - opened, 2),
         "open_and_plan_s": round(planned - started, 2),
+        "open_and_plan_cpu_s": round(cpu, 2),
         "anonymous_mb": round((anonymous_bytes() - before) / 1e6, 1),
         "batches": batches,
         "lines": lines,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draftmill.data.chats import BadSample, Chat, Tokens, is_written_by_target, parse_row
+from draftmill.data.places import TokenPlacer
 from draftmill.data.render import ChatTemplate, Span
 from draftmill.errors import InputError
 
@@ -70,9 +71,8 @@ class Encoder:
         plain = json.loads(self.tokenizer.backend_tokenizer.to_str())
         plain.update(post_processor=None, truncation=None, padding=None)
         self._plain = json.dumps(plain, sort_keys=True)
-        from tokenizers import Tokenizer
-
-        self._backend = Tokenizer.from_str(self._plain)
+        added = {index: str(token) for index, token in self.tokenizer.added_tokens_decoder.items()}
+        self._placer = TokenPlacer(self._plain, added)
         has_template = bool(self.tokenizer.chat_template)
         self._template = (
             ChatTemplate(self.tokenizer, settings.template_arguments, self._stops()) if has_template else None
@@ -105,17 +105,13 @@ class Encoder:
 
     def _encode_batch(self, rows: Sequence[Any]) -> list[Sample | BadSample]:
         prepared = [self._prepare(row) for row in rows]
-        texts = [item[0] for item in prepared if isinstance(item, tuple)]
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        rendered = [item for item in prepared if isinstance(item, tuple)]
+        encoded = iter(self._placer.encode([text for text, _, _ in rendered], [spans for _, spans, _ in rendered]))
         results: list[Sample | BadSample] = []
         for item in prepared:
             try:
                 if isinstance(item, tuple):
-                    text, spans, notes = item
-                    encoding = next(encodings)
-                    ids = np.array(encoding.ids, dtype=np.int32)
-                    mask = _token_mask(encoding, spans, len(ids), len(text))
-                    results.append(self._finish(ids, mask, notes))
+                    results.append(self._finish(*next(encoded), item[2]))
                 elif isinstance(item, Tokens):
                     results.append(self._finish(item.input_ids, item.loss_mask, ()))
                 else:
@@ -164,33 +160,6 @@ class Encoder:
         ids |= set(_eos_ids(self.settings, "config.json"))
         known = [token for token in ids if isinstance(token, int) and 0 <= token < self.vocab_size]
         return [text for text in self.tokenizer.convert_ids_to_tokens(sorted(known)) if text]
-
-
-def _token_mask(encoding: Any, spans: list[Span], num_tokens: int, num_characters: int) -> np.ndarray:
-    """Tokens that begin inside a span. One that begins before it and reaches into it was not the target's to write."""
-    mask = np.zeros(num_tokens, dtype=np.bool_)
-    for first, last in spans:
-        mask[
-            _token_from(encoding, first, num_tokens, num_characters) : _token_from(
-                encoding, last, num_tokens, num_characters
-            )
-        ] = True
-    return mask
-
-
-def _token_from(encoding: Any, character: int, num_tokens: int, num_characters: int) -> int:
-    """The first token that begins at `character` or after it."""
-    if character >= num_characters:
-        return num_tokens
-    token = encoding.char_to_token(character)
-    if token is None:  # no token holds it, as a space that the tokenizer drops
-        starts = [start for start, _ in encoding.offsets]
-        return next((index for index, start in enumerate(starts) if start >= character), num_tokens)
-    start, _ = encoding.token_to_chars(token)
-    if start >= character:
-        return token
-    # several tokens can share the one straddling character
-    return next((t for t in range(token + 1, num_tokens) if encoding.token_to_chars(t)[0] >= character), num_tokens)
 
 
 def _check_text(text: str, most_characters: int) -> None:

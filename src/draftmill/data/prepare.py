@@ -31,7 +31,7 @@ Progress = Callable[[int, int, int, int], None]
 """Called with bytes done, bytes in all, rows done, rows skipped."""
 
 _ONE_PROCESS_BYTES = 32 << 20
-_RULES = ("chats", "encode", "render", "sources", "build", "store")
+_RULES = ("chats", "encode", "places", "render", "sources", "build", "store")
 _DEFAULT_BAD_SHARE = 0.1
 
 

@@ -169,12 +169,11 @@ class Store:
 class _Chunk:
     """One record batch: views of the mapped buffers, so that a sample costs one slice and no Arrow call."""
 
-    __slots__ = ("bits", "first_bit", "offsets", "values")
+    __slots__ = ("bits", "first_bit", "mask_offsets", "offsets", "values")
 
     def __init__(self, ids: Any, mask: Any) -> None:
         self.offsets: np.ndarray = ids.offsets.to_numpy()
-        if not np.array_equal(self.offsets, mask.offsets.to_numpy()):
-            raise ValueError("a sample's loss_mask is not as long as its input_ids")
+        self.mask_offsets: np.ndarray = mask.offsets.to_numpy()
         # .values keeps what lies before the first offset, as the offsets count from there
         self.values: np.ndarray = ids.values.to_numpy(zero_copy_only=True)
         self.bits: np.ndarray = np.frombuffer(mask.values.buffers()[1], dtype=np.uint8)
@@ -182,6 +181,8 @@ class _Chunk:
 
     def sample(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         start, stop = int(self.offsets[row]), int(self.offsets[row + 1])
-        first, last = start + self.first_bit, stop + self.first_bit
+        first, last = int(self.mask_offsets[row]) + self.first_bit, int(self.mask_offsets[row + 1]) + self.first_bit
+        if last - first != stop - start:
+            raise RuntimeError(f"a sample has {stop - start} tokens and a mask of {last - first}: the store is damaged")
         bits = np.unpackbits(self.bits[first // 8 : (last + 7) // 8], bitorder="little")
         return self.values[start:stop], bits[first % 8 : first % 8 + stop - start].view(np.bool_)
