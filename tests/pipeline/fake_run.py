@@ -3,11 +3,12 @@
 python fake_run.py DIRECTORY BEHAVIOUR [STALL_S]
 
 Behaviours: finish, wait (trains until told to stop), hang (one worker hangs in its work, the others wait for it),
-deaf (hears no wish to stop), raise:WORKER, phase:NAME (stays in that phase), silent (ends without saying how).
+child (has a child process), deaf (hears no wish to stop), raise:WORKER, phase:NAME (stays in that phase), silent (ends without saying how).
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +64,9 @@ def main(directory: str, behaviour: str, stall_s: str = "600") -> int:
                 time.sleep(0.02)
             run.finish(Phase.STOPPED)
             return 0
+        if behaviour == "child":  # as a loader's worker would be: of the same process group, and left behind by a kill
+            child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            run.log.info(f"child {child.pid}")
         run.phase(Phase.TRAINING)
         ending, failures = threading.Event(), []
         threads = [

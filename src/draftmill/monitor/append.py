@@ -6,6 +6,7 @@ Lines that could not be written wait in memory, bounded, and follow as soon as t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import deque
@@ -79,7 +80,7 @@ class LineFile:
         # The disk filled up inside the line: take the piece back, so that no line is ever torn.
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-        raise OSError(28, os.strerror(28))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def fileno(self) -> int | None:
         """The open descriptor, or None once closed."""

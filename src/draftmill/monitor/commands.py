@@ -46,19 +46,11 @@ def stop_command(run: str, *, now: bool, timeout_s: float) -> int:
 
 def ps_command() -> int:
     """List every process of a run on this machine and what it holds of the GPUs; 0 always."""
-    from draftmill.monitor.gpus import GpuError, NvmlSource
+    from draftmill.monitor.gpus import read_gpus
     from draftmill.monitor.leftovers import render_processes, run_processes
 
-    gpus, note = [], ""
-    try:
-        source = NvmlSource()
-        try:
-            gpus = source.read()
-        finally:
-            source.close()
-    except GpuError as error:
-        note = f"GPU memory is not shown: {error}"
-    print(render_processes(run_processes(gpus), note))
+    gpus, note = read_gpus()
+    print(render_processes(run_processes(gpus), f"GPU memory is not shown: {note}" if note else ""))
     return 0
 
 

@@ -116,6 +116,18 @@ def command(pid: int) -> str:
         return ""
 
 
+def read_gpus(opener: Callable[[], GpuSource] = NvmlSource) -> tuple[list[Gpu], str]:
+    """One reading, and a note on why there is none."""
+    try:
+        source = opener()
+        try:
+            return source.read(), ""
+        finally:
+            source.close()
+    except GpuError as error:
+        return [], str(error)
+
+
 class GpuWatch:
     """Looks at the GPUs every few seconds in a thread of its own, for a driver that hangs must not hold up anything.
 
@@ -153,17 +165,17 @@ class GpuWatch:
 
     def _loop(self) -> None:
         try:
-            source = self._opener()
+            self._read_until_closed()
         except GpuError as error:
             self._on_reading({"note": str(error), "devices": []})
-            return
+        except Exception as error:  # a view of the GPUs is not worth a run, but its loss is told
+            self._on_reading({"note": f"reading failed: {type(error).__name__}: {error}", "devices": []})
+
+    def _read_until_closed(self) -> None:
+        source = self._opener()
         try:
             while not self._closing.is_set():
-                try:
-                    gpus = source.read()
-                except GpuError as error:
-                    self._on_reading({"note": str(error), "devices": []})
-                    return
+                gpus = source.read()
                 pid = os.getpid()
                 # A list that names this process anywhere is in numbers that mean something here.
                 listed = any(process.pid == pid for gpu in gpus for process in gpu.processes)

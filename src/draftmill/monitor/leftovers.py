@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftmill.monitor.gpus import Gpu, command
+from draftmill.monitor.gpus import Gpu, command, read_gpus
 from draftmill.monitor.layout import LOG_FILE, RUNS, STATE_FILE, all_runs
 from draftmill.monitor.phases import ENDINGS, Phase
 from draftmill.monitor.process import ProcessIdentity, is_alive
@@ -239,8 +239,15 @@ def render_processes(processes: Sequence[RunProcess], note: str = "") -> str:
     return "\n".join(lines)
 
 
-def start_warnings(gpus: Sequence[Gpu] = (), runs: Sequence[Path] = (RUNS,)) -> list[str]:
-    """Lines for the start of a run: which other runs hold GPU memory, and how to end those that should not."""
+def start_warnings(gpus: Sequence[Gpu] | None = None, runs: Sequence[Path] = (RUNS,)) -> list[str]:
+    """Lines for the start of a run: which other runs hold GPU memory, and how to end those that should not.
+
+    Args:
+        gpus: one reading of the driver; None reads it now
+        runs: folders that hold runs' directories
+    """
+    if gpus is None:
+        gpus = read_gpus()[0]
     lines = []
     for process in run_processes(gpus, runs):
         if process.holds_gpu:

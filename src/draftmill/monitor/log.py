@@ -63,6 +63,11 @@ class RunLog:
         self.file.close()
 
 
+def place_of(thread_name: str) -> str:
+    """What a thread is called in the log: workers by their name, Python's main thread as "main"."""
+    return "main" if thread_name == "MainThread" else thread_name
+
+
 class _WorkerFormatter(logging.Formatter):
     def __init__(self, device_of: Callable[[str], str]) -> None:
         super().__init__("%(asctime)s %(place)s%(level)s| %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
@@ -70,8 +75,7 @@ class _WorkerFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         name = record.threadName or ""
-        device = self._device_of(name)
-        place = "main" if name == "MainThread" else name
+        device, place = self._device_of(name), place_of(name)
         record.place = f"{place} {device} " if device else f"{place} "
         record.level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
         return super().format(record)

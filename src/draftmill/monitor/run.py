@@ -36,11 +36,11 @@ from draftmill.monitor.layout import (
     write_config,
 )
 from draftmill.monitor.lock import Lock
-from draftmill.monitor.log import RunLog
+from draftmill.monitor.log import RunLog, place_of
 from draftmill.monitor.phases import ENDINGS, Phase
 from draftmill.monitor.recorder import Recorder
 from draftmill.monitor.stacks import all_stacks
-from draftmill.monitor.state import StateFile, finite
+from draftmill.monitor.state import StateFile, finite, write_json
 from draftmill.monitor.stopping import StopMode, StopWish
 from draftmill.monitor.trackers import TrackedRun, TrackerFeed, check_installed
 
@@ -120,7 +120,7 @@ class RunDirectory:
             run = cls(path, lock, previous, config, console, gpu_source)
             (path / STOP_FILE).unlink(missing_ok=True)
             write_config(path, config_yaml)
-            StateFile(path / ENVIRONMENT_FILE).write(environment)
+            write_json(path / ENVIRONMENT_FILE, environment)
             (path / TENSORBOARD).mkdir(exist_ok=True)
             run._recorder.start()
             run._trackers.start()
@@ -239,7 +239,7 @@ class RunDirectory:
         """Record the exception that ended the run, with its traceback in run.log. The first one counts."""
         if self._recorder.phase is Phase.CRASHED:
             return
-        worker = worker or threading.current_thread().name
+        worker = worker or place_of(threading.current_thread().name)
         device = self._device_of(worker) if device is None else device
         text = f"{type(exception).__name__}: {exception}"
         lines = [] if isinstance(exception, InputError) else traceback.format_exception(exception)

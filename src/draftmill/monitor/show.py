@@ -159,6 +159,9 @@ def _head(status: RunStatus, paint: Paint) -> list[str]:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.started_time))
         moved = "" if ended else f", last progress {duration(status.since_progress_s)} {_before(status)}"
         lines.append(f"  started {began}, ran {duration(status.running_s)}{moved}")
+    if status.seconds_in:
+        spent = [f"{phase} {duration(seconds)}" for phase, seconds in status.seconds_in.items()]
+        lines.append(f"  before this phase: {', '.join(spent)}")
     return lines
 
 

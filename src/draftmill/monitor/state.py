@@ -1,8 +1,8 @@
 """One small JSON file that is always whole. Owns how state.json is written and read; knows nothing of its fields.
 
 A new state is written beside the old one and renamed over it. The file beside it is never given back to the disk:
-after the rename it is the previous state's, whose blocks are already there. So a full disk neither tears the state
-nor stops it from being written, and `status` can still tell what the run does.
+after the rename it is the previous state's, whose blocks are already there, and is written over next time. So a full
+disk neither tears the state nor stops it from being written, and `status` can still tell what the run does.
 """
 
 from __future__ import annotations
@@ -57,23 +57,35 @@ class StateFile:
             self._spare.unlink(missing_ok=True)
 
 
-def read_json(path: Path, tries: int = 5) -> dict[str, Any] | None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file that is not written again and again, whole. Raises OSError."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(finite(value), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(new, path)
+
+
+def read_json(path: Path, tries: int = 20) -> dict[str, Any] | None:
     """Read a JSON mapping that may be replaced meanwhile; None where there is none, or what is there is no mapping.
 
     Raises:
         OSError: it exists and can't be read.
     """
-    for attempt in range(tries):
+    for _ in range(tries):
         try:
-            value = json.loads(path.read_bytes())
+            with open(path, "rb") as file:
+                before = os.fstat(file.fileno())
+                data = file.read()
+            after = os.stat(path)
         except FileNotFoundError:
             return None
-        except ValueError:
-            # Overwritten while it was being read: only possible for a reader slower than two writes.
-            if attempt + 1 < tries:
-                time.sleep(0.02)
-            continue
-        return value if isinstance(value, dict) else None
+        # A file is written over only after another took its name. Still the same one: it was whole all the time.
+        if (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns):
+            try:
+                value = json.loads(data)
+            except ValueError:
+                return None
+            return value if isinstance(value, dict) else None
+        time.sleep(0.001)
     return None
 
 

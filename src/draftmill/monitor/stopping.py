@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import threading
 from pathlib import Path
@@ -15,22 +16,20 @@ from typing import Any, Literal
 
 from draftmill.monitor.layout import STOP_FILE
 from draftmill.monitor.process import ProcessIdentity
-from draftmill.monitor.state import StateFile, read_json
+from draftmill.monitor.state import read_json, write_json
 
 StopMode = Literal["no", "graceful", "now"]
 
 
 def write_request(directory: Path, process: ProcessIdentity, mode: str, **more: Any) -> None:
     """Ask this process, and no later one in the same directory, to stop. Raises OSError."""
-    file = StateFile(directory / STOP_FILE)
-    file.write({"process": process.to_json(), "mode": mode, **more})
-    file.remove_spare()
+    write_json(directory / STOP_FILE, {"process": process.to_json(), "mode": mode, **more})
 
 
 def read_request(directory: Path, process: ProcessIdentity) -> dict[str, Any] | None:
     """The request made to this process; None where there is none."""
     try:
-        request = read_json(directory / STOP_FILE, tries=1)
+        request = read_json(directory / STOP_FILE)
     except OSError:
         return None
     return request if request is not None and request.get("process") == process.to_json() else None
@@ -73,6 +72,10 @@ class StopWish:
             faulthandler.unregister(signal.SIGUSR1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process.pid:  # a forked child heard it, which is to end as if it had no handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         # Only an assignment: the interrupted code may hold the log's lock. The monitor's thread tells it.
         if self.mode == "now" and number == signal.SIGINT:
             raise KeyboardInterrupt
