@@ -98,16 +98,18 @@ class KnowingDrafter(Drafter):
 
     def __init__(self, target: Target, block_size: int, known: dict[int, int]) -> None:
         super().__init__(tiny_shape(target, block_size))
-        self.known = known
+        places = torch.zeros(1024, dtype=torch.int64)
+        places[list(known)] = torch.tensor(list(known.values()))
+        self.register_buffer("known", places)
         head_VH = target.head().head_VH.double()
         # Rows whose logits peak at their own token: the head's pseudo-inverse, which may not separate all of them.
-        rows = torch.linalg.lstsq(head_VH, torch.eye(head_VH.shape[0], dtype=torch.float64)).solution.t()
-        self.rows_VH = (50.0 * rows).float()
-        assert bool(((self.rows_VH @ head_VH.float().t()).argmax(dim=-1) == torch.arange(head_VH.shape[0])).all())
+        rows = torch.linalg.pinv(head_VH).t()
+        peaked = (50.0 * rows).float()
+        assert torch.equal((peaked @ head_VH.float().t()).argmax(dim=-1).cpu(), torch.arange(head_VH.shape[0]))
+        self.register_buffer("rows_VH", peaked)
 
     def draft(self, cache: DrafterCache, embeddings_KH: torch.Tensor, positions_K: torch.Tensor) -> torch.Tensor:
-        tokens = [self.known.get(position, 0) for position in positions_K.tolist()]
-        return self.rows_VH[tokens]
+        return self.rows_VH[self.known[positions_K]]
 
 
 def reference_greedy(target: Target, prompt: list[int], count: int) -> list[int]:
@@ -115,7 +117,8 @@ def reference_greedy(target: Target, prompt: list[int], count: int) -> list[int]
     tokens = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            logits = target.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            ids = torch.tensor([tokens], device=target.device)
+            logits = target.model(input_ids=ids, use_cache=False).logits[0, -1]
             tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
 

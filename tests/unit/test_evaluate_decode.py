@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from draftmill.errors import InputError
@@ -11,6 +14,7 @@ from draftmill.evaluate.acceptance import StepRecord
 from draftmill.evaluate.caches import FixedDrafterCache, TargetCache
 from draftmill.evaluate.checks import check_cached_forward
 from draftmill.evaluate.decode import Decoder
+from draftmill.evaluate.session import Session
 from draftmill.target.generate_sampling import Sampling
 from evaluate_doubles import FAMILIES, KnowingDrafter, random_drafter, reference_greedy, tiny_target
 
@@ -195,3 +199,32 @@ def test_fixed_slots_draft_what_a_growing_cache_drafts() -> None:
 def test_graphs_are_for_cuda_only() -> None:
     with pytest.raises(InputError, match="graphs can be captured on CUDA only"):
         Decoder(tiny_target(), graphs="on")
+
+
+class NothingReadBack(TorchDispatchMode):
+    """Fails where a tensor's value would be read by the host: what a captured graph can't hold."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a value was read back to the host"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(max_new_tokens=25, temperature=0.8, top_p=0.9, top_k=9)])
+def test_a_step_reads_nothing_back_and_keeps_its_shapes(
+    family: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it can be captured; on a CPU, with transformers told that a stream is being captured."""
+    target = tiny_target(family)
+    with torch.inference_mode():
+        session = Session(target, random_drafter(target), 64, sampling)
+        with session.taps(3) as taps:
+            session.prefill(PROMPT)
+            session.take_prompt(5, taps)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            for num_drafts in (0, 3):
+                with NothingReadBack():
+                    result = session.step_eagerly(num_drafts, taps if num_drafts else None)
+                assert result.shape == (num_drafts + 2,)
+                assert result.dtype == torch.int64
+    assert 5 + 2 <= int(session.length) <= 5 + 1 + 4

@@ -148,12 +148,12 @@ class Decoder:
             try:
                 session.capture(num_drafts)
             except RuntimeError as error:
-                if self.graphs == "on":
+                if self.graphs == "on" or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # All kinds of steps run alike, or comparing them would mean nothing.
                 for other in self._sessions.values():
                     other.drop_captures()
-                self.why_eager = str(error).strip().splitlines()[0]
+                self.why_eager = _first_cause(error)
                 _LOG.warning("decoding steps are launched, not replayed as CUDA graphs: %s", self.why_eager)
         return session
 
@@ -161,6 +161,13 @@ class Decoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first: ending a failed capture fails once more, and says less."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class _Numbers:
