@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,19 @@ def synthesize(
             )
             with AnswerProgress("synthesizing", num) as progress:
                 progress.rows(num_before)
-                prompts = _new_prompts(target, sampling, next_stream, seen, excluded, rejected, progress)
+                prompts = _new_prompts(
+                    target,
+                    sampling,
+                    next_stream,
+                    min(_ROUND, max(num - num_before, 16)),
+                    seen,
+                    excluded,
+                    rejected,
+                    progress,
+                )
                 while (missing := num - num_before - file.num_added) > 0:
-                    for dialogue in _answered(target, next(prompts)[:missing], sampling, rejected, progress):
+                    batch = list(islice(prompts, min(missing, _ROUND)))
+                    for dialogue in _answered(target, batch, sampling, rejected, progress):
                         file.append(dialogue.row())
                         num_cut += not dialogue.ended
                         progress.rows()
@@ -114,24 +125,25 @@ def _new_prompts(
     target: LocalTarget,
     sampling: Sampling,
     stream: int,
+    num_round: int,
     seen: set[str],
     excluded: set[str],
     rejected: Counter[str],
     progress: AnswerProgress,
-) -> Iterator[list[Dialogue]]:
-    """Rounds of prompts not seen before, in the order of their streams. Raises InputError when they run dry."""
+) -> Iterator[Dialogue]:
+    """Prompts not seen before, in the order of their streams. Raises InputError when they run dry."""
     opening, closing = user_turn_opening(target)
     special = [str(token) for token in target.tokenizer.all_special_tokens]
     short = replace(sampling, max_new_tokens=min(_PROMPT_TOKENS, sampling.max_new_tokens))
     num_tried = num_kept = 0
     while True:
-        streams = range(stream, stream + _ROUND)
-        stream += _ROUND
+        streams = range(stream, stream + num_round)
+        stream += num_round
         completions = sorted(
             generate_batched(
                 target.model,
                 target.tokenizer,
-                [opening] * _ROUND,
+                [opening] * num_round,
                 short,
                 batch_size=target.batch_size,
                 streams=streams,
@@ -150,7 +162,7 @@ def _new_prompts(
                 continue
             seen.add(words)
             kept.append(Dialogue(f"sample-{number}", "", [{"role": "user", "content": text}, None]))
-        num_tried, num_kept = num_tried + _ROUND, num_kept + len(kept)
+        num_tried, num_kept = num_tried + num_round, num_kept + len(kept)
         if num_tried >= _TRIED:
             if num_kept < _POOREST_SHARE * num_tried:
                 raise InputError(
@@ -158,7 +170,7 @@ def _new_prompts(
                     " --temperature or lower --num"
                 )
             num_tried = num_kept = 0
-        yield kept
+        yield from kept
 
 
 def _fault(
