@@ -205,8 +205,16 @@ class NothingReadBack(TorchDispatchMode):
     """Fails where a tensor's value would be read by the host: what a captured graph can't hold."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function is not torch.ops.aten._local_scalar_dense.default, "a value was read back to the host"
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "item", "is_nonzero", "nonzero"), "a value was read by the host"
         return function(*args, **(kwargs or {}))
+
+
+def test_reading_back_is_noticed() -> None:
+    value = torch.zeros((), dtype=torch.int64)
+    for read in (lambda: value.item(), lambda: bool(value == 0), lambda: PROMPT[value], lambda: value[None].nonzero()):
+        with torch.inference_mode(), pytest.raises(AssertionError, match="read by the host"), NothingReadBack():
+            read()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "gpt_neox"])
