@@ -371,3 +371,45 @@ def demo(
     from draftmill.demo.run import demo as run
 
     run(Path(cache), None if output is None else Path(output), device, json)
+
+
+bench = typer.Typer(help="Measure parts of a run on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("step")
+def bench_step(
+    model_config: Annotated[str, typer.Option(help="The target's config.json, its folder or its hub id; no weights.")],
+    num_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 5,
+    num_taps: Annotated[int, typer.Option(help="Tapped layers of the target.")] = 5,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    anchors: Annotated[int, typer.Option(help="Blocks of the batch.")] = 512,
+    context: Annotated[int, typer.Option(help="Context tokens of the batch.")] = 3072,
+    documents: Annotated[int, typer.Option(help="Documents of equal length that the context is made of.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), bfloat16 or float32.")] = "auto",
+    step: Annotated[str, typer.Option(help="eager, compiled, graphed or auto.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Steps timed.")] = 10,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
+) -> None:
+    """Time one optimizer step of a drafter for a target's shape: useful TFLOP/s, share of the ceiling, peak memory."""
+    from draftmill.config import TrainConfig
+    from draftmill.step.bench import Request
+    from draftmill.step.bench import bench_step as run
+    from draftmill.train.optimizer import FlatAdamW
+
+    request = Request(
+        model_config=model_config,
+        num_layers=num_layers,
+        num_taps=num_taps,
+        block_size=block_size,
+        anchors=anchors,
+        context=context,
+        documents=documents,
+        device=device,
+        dtype=dtype,
+        step=step,
+        repeats=repeats,
+        as_json=json,
+    )
+    run(request, lambda flat: FlatAdamW(flat, TrainConfig()))
