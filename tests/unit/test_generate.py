@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from answers_doubles import tiny_config, tiny_model, tiny_tokenizer
 from draftmill.errors import InputError
@@ -50,6 +51,22 @@ def test_greedy_equals_each_prompt_alone(batch_size: int | None) -> None:
     assert [(c.token_ids, c.ended) for c in got] == expected
     assert {ended for _, ended in expected} == {True, False}  # rows leave early and late
     assert [c.prompt_ids for c in got] == prompts
+
+
+@pytest.mark.smollm2
+def test_the_real_target_writes_what_transformers_writes(smollm2_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+    questions = ["What is 2+3?", "Tell me about cats that live in a house and eat only fish on Fridays.", "Hi"]
+    prompts = [[{"role": "user", "content": question}] for question in questions]
+    got = _by_index(generate_batched(model, tokenizer, prompts, Sampling(20)))
+    for completion in got:
+        ids = torch.tensor([completion.prompt_ids])
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        written = written[0, ids.shape[1] :].tolist()
+        assert completion.token_ids == (written[:-1] if written[-1] == 2 else written)
+        assert completion.ended == (written[-1] == 2)
+    assert tokenizer.decode(got[0].token_ids) == "2 + 3 = 5"
 
 
 def test_windowed_cache_equals_each_prompt_alone() -> None:
