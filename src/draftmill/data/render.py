@@ -50,7 +50,8 @@ class ChatTemplate:
         source = tokenizer.chat_template
         sources = source.values() if isinstance(source, dict) else [source]
         self._has_marks = any(_GENERATION_TAG.search(text) for text in sources)
-        self._form = _learn_form(self, [str(token) for token in tokenizer.all_special_tokens], stop_tokens)
+        marked = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._form = _learn_form(self, sorted(marked | set(tokenizer.all_special_tokens)), stop_tokens)
 
     @property
     def header(self) -> str | None:
@@ -120,15 +121,18 @@ class ChatTemplate:
         written = "\0".join(_strings(chat.messages))
         if header in written or any(closer in written for closer in self.closers):
             return None
-        spans, at = [], 0
+        spans: list[Span] = []
+        at = 0
         for message in filter(is_written_by_target, chat.messages):
             first = text.index(header, at) + len(header)
             if self._form.prompt_rest and text.startswith(self._form.prompt_rest, first):
                 first += len(self._form.prompt_rest)
-            ends = [end + len(closer) for closer in self.closers if (end := text.find(closer, first)) >= 0]
-            if not ends:
+            end = self._first_closed(text, first, len(text))
+            if end is None and len(spans) == num_turns - 1:
+                end = self._open_end(text)
+            if end is None:
                 return None
-            at = min(ends)
+            at = end
             tail = (message.get("content") or "").rstrip()[-_TAIL:]
             if tail and text.find(tail, first, at) < 0:
                 return None
@@ -148,18 +152,32 @@ class ChatTemplate:
             earlier = chat.messages[:index]
             prompt = self.render(earlier, chat.tools, prompt=True)
             opening = prompt[_Shown(self, earlier, chat.tools, prompt, prompt=True).end_of(index - 1) :]
-            first = shown.end_of(index - 1)
-            first = min(first + _common_prefix(opening, text[first:]), extent[0])
+            first = _after_opening(opening, text, shown.end_of(index - 1), extent[0])
+            if first is None:
+                raise BadSample("the prompt's end is not in the rendered text", f"message {index + 1}: {opening!r}")
             spans.append((first, self._turn_end(message, extent[1], shown.start_after(index), text)))
         return spans
 
     def _turn_end(self, message: Message, last: int, following: int, text: str) -> int:
-        ends = [end + len(closer) for closer in self.closers if (end := text.find(closer, last, following)) >= 0]
-        if ends:
-            return min(ends)
+        end = self._first_closed(text, last, following)
+        if end is None and following == len(text):
+            end = self._open_end(text)
+        if end is not None and end >= last:
+            return end
         if message.get("tool_calls"):
             raise BadSample("the end of a tool call is not in the rendered text")
         return last
+
+    def _first_closed(self, text: str, first: int, last: int) -> int | None:
+        """The end of the first closing token inside these bounds."""
+        return min(
+            (e + len(closer) for closer in self.closers if (e := text.find(closer, first, last)) >= 0), default=None
+        )
+
+    def _open_end(self, text: str) -> int | None:
+        """The end of a last turn that nothing closes; None where the template closes it."""
+        rest = self._form.open_rest
+        return len(text) - len(rest) if rest is not None and text.endswith(rest) else None
 
 
 class _Shown:
@@ -216,11 +234,12 @@ class _Shown:
 @dataclass(frozen=True, slots=True)
 class _Form:
     """header: opens a turn of the target's, in history and in prompt. prompt_rest: what the prompt adds after it.
-    closers: tokens that can close a turn."""
+    closers: tokens that can close a turn. open_rest: what follows a last turn, where no token closes it."""
 
     header: str | None
     prompt_rest: str
     closers: tuple[str, ...]
+    open_rest: str | None
 
 
 def _learn_form(template: ChatTemplate, special_tokens: list[str], stop_tokens: list[str]) -> _Form:
@@ -232,13 +251,13 @@ def _learn_form(template: ChatTemplate, special_tokens: list[str], stop_tokens: 
     try:
         whole, prompt = template.render(chat), template.render(chat[:3], prompt=True)
     except BadSample:
-        return _Form(None, "", tuple(stop_tokens))
+        return _Form(None, "", tuple(stop_tokens), None)
     places = [whole.find(text) for pair in zip(_QUESTIONS, _ANSWERS, strict=True) for text in pair]
     if -1 in places or places != sorted(places) or _QUESTIONS[1] not in prompt:
-        return _Form(None, "", tuple(stop_tokens))
-    openings = [whole[places[i] + len(_QUESTIONS[i // 2]) : places[i + 1]] for i in (0, 2)]
+        return _Form(None, "", tuple(stop_tokens), None)
+    openings = [whole[places[i] + len(_QUESTIONS[i // 2]) : places[i + 1]].lstrip() for i in (0, 2)]
     tails = [whole[places[1] + len(_ANSWERS[0]) : places[2]], whole[places[3] + len(_ANSWERS[1]) :]]
-    asked = prompt[prompt.rindex(_QUESTIONS[1]) + len(_QUESTIONS[1]) :]
+    asked = prompt[prompt.rindex(_QUESTIONS[1]) + len(_QUESTIONS[1]) :].lstrip()
     opening = asked[: min(_common_prefix(asked, text) for text in openings)]
     header = next((text for text in _suffixes(opening, special_tokens) if whole.count(text) == 2), None)
     # what stands before a question a second time is the next turn's header, and closes nothing
@@ -247,7 +266,17 @@ def _learn_form(template: ChatTemplate, special_tokens: list[str], stop_tokens: 
     firsts = [_first_token(tail, special_tokens) for tail in tails]
     closers = {*stop_tokens, _first_token(own_tail, special_tokens)}
     closers.add(firsts[0] if firsts[0] == firsts[1] else None)
-    return _Form(header, asked[len(opening) :], tuple(sorted(token for token in closers if token)))
+    closing = tuple(sorted(token for token in closers if token))
+    open_rest = None if any(token in tails[1] for token in closing) else tails[1]
+    return _Form(header, asked[len(opening) :], closing, open_rest)
+
+
+def _after_opening(opening: str, text: str, first: int, last: int) -> int | None:
+    """Where the target begins to write: past what the prompt's end and the text have in common, space before it
+    aside. None where that is nothing."""
+    between, opening = text[first:last], opening.lstrip()
+    shared = _common_prefix(opening, between.lstrip())
+    return None if opening and not shared else first + len(between) - len(between.lstrip()) + shared
 
 
 def _suffixes(text: str, special_tokens: list[str]) -> list[str]:
