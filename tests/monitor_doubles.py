@@ -28,10 +28,10 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30
 class FakeRun:
     """fake_run.py as a process; ended for good when the `with` statement is left."""
 
-    def __init__(self, directory: Path, behaviour: str, stall_s: float = 600.0) -> None:
+    def __init__(self, directory: Path, behaviour: str, stall_s: float = 600.0, *, resume: bool = False) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, str(FAKE_RUN), str(directory), behaviour, str(stall_s)],
+            [sys.executable, str(FAKE_RUN), str(directory), behaviour, str(stall_s), "resume" * resume],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -1,13 +1,17 @@
 """A run with nothing to train: a RunDirectory, worker threads, and one way of ending. Started as a process by tests.
 
-python fake_run.py DIRECTORY BEHAVIOUR [STALL_S]
+python fake_run.py DIRECTORY BEHAVIOUR [STALL_S [resume]]
 
 Behaviours: finish, wait (trains until told to stop), hang (one worker hangs in its work, the others wait for it),
-child (has a child process), deaf (hears no wish to stop), raise:WORKER, phase:NAME (stays in that phase), silent (ends without saying how).
+deaf (hears no wish to stop), child (has a child process), jump (the wall clock jumps by a day at step 5),
+full (a checkpoint finds the disk full at step 5), raise:WORKER, phase:NAME (stays in that phase), silent (ends without
+saying how).
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -34,6 +38,11 @@ def work(run: RunDirectory, name: str, behaviour: str, ending: threading.Event, 
                     ending.wait()
                 heart.beat("waiting for target", step)
                 ending.wait()
+            if behaviour == "jump" and step == 5 and name == "drafter-0":
+                jump()
+            if behaviour == "full" and step == 5 and name == "drafter-0":
+                run.phase(Phase.SAVING)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoints/step-5")
             if behaviour == f"raise:{name}" and step == 5:
                 raise ArithmeticError(f"made up in {name}")
             ending.wait(0.02)
@@ -46,6 +55,12 @@ def work(run: RunDirectory, name: str, behaviour: str, ending: threading.Event, 
         ending.set()
 
 
+def jump() -> None:
+    """What this process takes for the time moves on by a day, as after a correction of the machine's clock."""
+    real = time.time
+    time.time = lambda: real() + 86400.0
+
+
 def report_step(run: RunDirectory, step: int) -> None:
     """What the loop tells after a step."""
     loss = 4.0 / (1 + 0.1 * step)
@@ -53,9 +68,10 @@ def report_step(run: RunDirectory, step: int) -> None:
     run.progress(step, STEPS, epoch=0.1, epochs=1, loss=loss, context_tokens_per_s=1e5)
 
 
-def main(directory: str, behaviour: str, stall_s: str = "600") -> int:
+def main(directory: str, behaviour: str, stall_s: str = "600", resume: str = "") -> int:
     """Run it; the exit code is that of a real run."""
-    with RunDirectory.create(directory, CONFIG.format(stall_s=stall_s), {"python": sys.version}) as run:
+    config = CONFIG.format(stall_s=stall_s)
+    with RunDirectory.create(directory, config, {"python": sys.version}, resume=resume == "resume") as run:
         run.phase(Phase.LOADING_DATA)
         run.phase(Phase.LOADING_TARGETS, "1/2")
         if behaviour.startswith("phase:"):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.monitor_doubles import GIB, FakeGpus, wait_until
 
 from draftmill.errors import InputError
 from draftmill.monitor.gpus import Gpu, GpuProcess
@@ -24,7 +25,6 @@ from draftmill.monitor.layout import all_runs, find_run, name_run, require_run
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.monitor.state import StateFile, read_json
-from monitor_doubles import GIB, FakeGpus, wait_until
 
 CONFIG = "pipeline: {stall_s: 50}\ntrain: {log_every_s: 1000, lr: 0.001}\nmonitor: {trackers: []}\n"
 
