@@ -69,6 +69,7 @@ class Decoder:
             check_pair(target.config, drafter.shape)
         check_cached_forward(target)
         self.target, self.drafter = target, drafter
+        self.position_limit: int | None = getattr(target.config.get_text_config(), "max_position_embeddings", None)
         self.graphs: Graphs = "off" if target.device.type != "cuda" else graphs
         self.why_eager: str | None = None
         """Why steps are launched where "auto" would have captured them."""
@@ -127,14 +128,16 @@ class Decoder:
         """Tokens that may follow a prompt of this length: those asked for, within the target's positions."""
         if num_prompt == 0:
             raise InputError("a prompt is empty; give at least one token")
-        positions = getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
-        if positions is None:
-            return max_new_tokens
-        if num_prompt >= positions:
+        if not self.fits(num_prompt):
             raise InputError(
-                f"a prompt of {num_prompt} tokens is too long: the target holds {positions}; shorten it or leave it out"
+                f"a prompt of {num_prompt} tokens is too long: the target holds {self.position_limit}; "
+                "shorten it or leave it out"
             )
-        return min(max_new_tokens, positions - num_prompt)
+        return max_new_tokens if self.position_limit is None else min(max_new_tokens, self.position_limit - num_prompt)
+
+    def fits(self, num_prompt: int) -> bool:
+        """Whether a prompt of this length leaves room for an answer."""
+        return self.position_limit is None or num_prompt < self.position_limit
 
     def _ready(self, needed: int, num_drafts: int, sampling: Sampling) -> Session:
         capacity = max(_SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())

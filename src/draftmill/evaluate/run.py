@@ -5,7 +5,7 @@ Owns the order of the trials, the rendering of conversations and what is measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,34 +95,48 @@ def evaluate(
     stop = stop_tokens(target.model, target.tokenizer)
     _warm_up(decoder, next(iter(encoded.values())), counts, sampling)
 
-    total = sum((1 + len(prompt.follow_ups)) * len(_modes_of(prompt, modes)) for prompt in prompts)
+    total = sum((1 + len(prompts[index].follow_ups)) for index, _ in encoded)
     trials: list[Trial] = []
     left_out = 0
-    for index, prompt in enumerate(prompts):
-        for mode in _modes_of(prompt, modes):
-            messages: list[dict[str, str]] = list(prompt.messages)
-            for turn, following in enumerate((*prompt.follow_ups, None)):
-                ids = encoded[index, mode] if turn == 0 else _encode(target.tokenizer, prompt, messages, mode)
-                try:
-                    decoder.room(len(ids), sampling.max_new_tokens)
-                except InputError:
-                    left_out += len(prompt.follow_ups) + 1 - turn
-                    break
-                plain, drafted = _trial(decoder, ids, counts, sampling, stop, stream=len(trials))
-                trials.append(
-                    Trial(prompt.suite, prompt.category, prompt.name, turn + 1, mode, len(ids), plain, drafted)
-                )
-                if progress is not None:
-                    progress(len(trials), total - left_out, trials[-1])
-                if following is not None:
-                    answer = target.tokenizer.decode(plain.tokens, skip_special_tokens=True)
-                    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+    for (index, mode), ids in encoded.items():
+        prompt, done = prompts[index], 0
+        for trial in _conversation(decoder, prompt, mode, ids, counts, sampling, stop, first_stream=len(trials)):
+            trials.append(trial)
+            done += 1
+            if progress is not None:
+                progress(len(trials), total - left_out, trial)
+        left_out += 1 + len(prompt.follow_ups) - done
     graphed = decoder.graphs != "off" and decoder.why_eager is None
     return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out)
 
 
+def _conversation(
+    decoder: Decoder,
+    prompt: Prompt,
+    thinking: bool | None,
+    ids: list[int],
+    counts: tuple[int, ...],
+    sampling: Sampling,
+    stop: Collection[int],
+    first_stream: int,
+) -> Iterator[Trial]:
+    """The turns of one prompt, each after the target's own answer to the one before, as long as they fit."""
+    tokenizer = decoder.target.tokenizer
+    messages = list(prompt.messages)
+    for turn in range(1 + len(prompt.follow_ups)):
+        plain, drafted = _trial(decoder, ids, counts, sampling, stop, first_stream + turn)
+        yield Trial(prompt.suite, prompt.category, prompt.name, turn + 1, thinking, len(ids), plain, drafted)
+        if turn == len(prompt.follow_ups):
+            return
+        answer = tokenizer.decode(plain.tokens, skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": prompt.follow_ups[turn]}]
+        ids = _encode(tokenizer, prompt, messages, thinking)
+        if not decoder.fits(len(ids)):
+            return
+
+
 def _trial(
-    decoder: Decoder, ids: list[int], counts: tuple[int, ...], sampling: Sampling, stop: Any, stream: int
+    decoder: Decoder, ids: list[int], counts: tuple[int, ...], sampling: Sampling, stop: Collection[int], stream: int
 ) -> tuple[Response, dict[int, Response]]:
     """All ways of decoding one prompt; which one comes first moves on from prompt to prompt, so none is favoured."""
     order = [0, *counts]
