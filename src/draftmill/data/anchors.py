@@ -107,20 +107,27 @@ def _candidates(mask_T: np.ndarray, starts: np.ndarray, block_size: int) -> tupl
 
 
 def _quotas(candidates: np.ndarray, num_slots: int, random: np.random.Generator) -> np.ndarray:
-    """Share num_slots (fewer than all candidates) among documents: one each, the rest in proportion, exactly."""
+    """Share num_slots (fewer than all candidates) among documents: in proportion, at least one each, exactly."""
     usable = np.flatnonzero(candidates)
     drawn = np.zeros_like(candidates)
     if len(usable) >= num_slots:
         drawn[random.choice(usable, num_slots, replace=False)] = 1
         return drawn
-    spare = candidates[usable] - 1
-    exact = spare * ((num_slots - len(usable)) / spare.sum())
+    # Documents whose proportion is below one get one; the others share what is left in proportion.
+    usable_candidates = candidates[usable]
+    small = np.zeros(len(usable), dtype=np.bool_)
+    while True:
+        rate = (num_slots - np.count_nonzero(small)) / usable_candidates[~small].sum()
+        below = ~small & (usable_candidates * rate < 1.0)
+        if not below.any():
+            break
+        small |= below
+    exact = np.where(small, 1.0, usable_candidates * rate)
     whole = np.floor(exact).astype(np.int64)
-    missing = num_slots - len(usable) - int(whole.sum())
     # The largest remainders round up. Ties fall at random: no document is favoured for its place in the batch.
     order = np.lexsort((random.random(len(usable)), whole - exact))
-    whole[order[:missing]] += 1
-    drawn[usable] = 1 + whole
+    whole[order[: num_slots - int(whole.sum())]] += 1
+    drawn[usable] = whole
     return drawn
 
 
