@@ -61,6 +61,8 @@ def run(request: Request) -> None:
     draft_tokens = parse_counts(request.draft_tokens)
     if request.limit is not None and request.limit < 1:
         raise InputError(f"--limit must be at least 1, got {request.limit}")
+    if request.plot is not None:
+        report.check_plot(request.plot)
     thinking = _choice("--thinking", request.thinking, ("auto", "on", "off"))
     graphs = _choice("--graphs", request.graphs, ("auto", "on", "off"))
     device = pick_device(request.device)

@@ -15,6 +15,7 @@ Figures of a row, over its answers (an answer is one turn of one prompt):
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,15 +194,22 @@ def tables(evaluation: Evaluation) -> Group:
     return Group(*parts)
 
 
+def check_plot(path: str | Path) -> None:
+    """Raise InputError unless a plot can be made and written there; asked before an evaluation, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("a plot needs matplotlib; pip install matplotlib, or leave --plot out")
+    if not Path(path).absolute().parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {Path(path).absolute().parent}; give a file in one")
+
+
 def plot(evaluation: Evaluation, path: str | Path) -> None:
     """A PNG: speed-up and tau by drafted tokens, acceptance by slot, steps by tokens kept.
 
-    Raises InputError where matplotlib is not installed.
+    Raises InputError as `check_plot` does.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("a plot needs matplotlib; pip install matplotlib, or leave --plot out") from None
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     sweep = overall(evaluation)
     best = best_draft_tokens(evaluation)
     shown = next((found for found in sweep if found.draft_tokens == best), sweep[-1])
