@@ -312,7 +312,10 @@ def synthesize(
         list[str] | None, typer.Option(help="File of evaluation prompts that must not be sampled; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
-    temperature: Annotated[float, typer.Option(help="Above 0.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Of the prompts, above 0, and of the answers.")] = 1.0,
+    answer_temperature: Annotated[
+        float | None, typer.Option(help="Of the answers, where it differs; 0 is greedy.")
+    ] = None,
     top_p: Annotated[float, typer.Option(help="Share of the likeliest mass to draw from.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Number of likeliest tokens to draw from; 0 for all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seeds the drawing.")] = 0,
@@ -330,6 +333,7 @@ def synthesize(
         num,
         output,
         Sampling(max_new_tokens, temperature, top_p, top_k, seed),
+        answer_temperature=answer_temperature,
         exclude=exclude or [],
         device=device,
         dtype=dtype,

@@ -69,6 +69,20 @@ def test_chats_are_distinct_seeded_and_continued(
     assert not {*_questions(other)} & {*_questions(whole)}
 
 
+def test_answers_can_be_greedy(target: Path, tmp_path: Path) -> None:
+    sampled, greedy, again = (tmp_path / f"{name}.jsonl" for name in ("sampled", "greedy", "again"))
+    assert _run(target, sampled, 4) == 0
+    assert _run(target, greedy, 4, "--answer-temperature", 0) == 0
+    assert _questions(greedy)[:3] == _questions(sampled)[:3]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in _questions(greedy)))
+    command = ["regenerate", "--target", target, "--input", asked, "--output", again, "--dtype", "float32"]
+    with pytest.raises(SystemExit):
+        main([*map(str, command), "--device", "cpu", "--max-new-tokens", "48"])
+    answers = {row["messages"][0]["content"]: row["messages"][1] for row in _rows(again)}
+    assert [row["messages"][1] for row in _rows(greedy)] == [answers[question] for question in _questions(greedy)]
+
+
 def test_evaluation_prompts_are_left_out(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     assert _run(target, first, 6) == 0

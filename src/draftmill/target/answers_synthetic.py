@@ -57,6 +57,7 @@ def synthesize(
     output: str | os.PathLike[str],
     sampling: Sampling,
     *,
+    answer_temperature: float | None = None,
     exclude: Sequence[str | os.PathLike[str]] = (),
     device: str | None = None,
     dtype: str = "bfloat16",
@@ -66,7 +67,7 @@ def synthesize(
     """Sample chats until the output holds `num`; what is there already counts, and the sampling goes on after it.
 
     Prompts are compared by their words, without case and punctuation. Both turns are drawn by `sampling`, but a
-    prompt has at most 512 tokens.
+    prompt has at most 512 tokens, and answers have a temperature of their own where `answer_temperature` says so.
 
     Raises:
         InputError: an option, the output or a file of evaluation prompts can't be used, or the target repeats itself
@@ -78,7 +79,9 @@ def synthesize(
         raise InputError("--temperature 0 would give one prompt over and over; give a temperature above 0")
     start_s = time.monotonic()
     excluded = {prompt for path in exclude for prompt in _prompts_of(Path(path))}
+    answers = replace(sampling, temperature=sampling.temperature if answer_temperature is None else answer_temperature)
     settings = {"command": "synthesize", "target": target_name, "dtype": dtype, **asdict(sampling)}
+    settings["answer_temperature"] = answers.temperature
     rejected: Counter[str] = Counter()
     num_cut = 0
     with AnswerFile(output, settings, _remembered) as file:
@@ -103,7 +106,7 @@ def synthesize(
                 )
                 while (missing := num - num_before - file.num_added) > 0:
                     batch = list(islice(prompts, min(missing, _ROUND)))
-                    for dialogue in _answered(target, batch, sampling, rejected, progress):
+                    for dialogue in _answered(target, batch, answers, rejected, progress):
                         file.append(dialogue.row())
                         num_cut += not dialogue.ended
                         progress.rows()
@@ -178,7 +181,7 @@ def _fault(
 ) -> str | None:
     """Why a sampled prompt is not kept; None where it is."""
     faults = [
-        (not completion.ended, f"not ended in {_PROMPT_TOKENS} tokens"),
+        (not completion.ended, "did not come to an end"),
         (not words, "no words"),
         (any(token in text for token in special), "holds a special token"),
         (words in excluded, "in an evaluation set"),
