@@ -31,8 +31,10 @@ _logger = logging.getLogger(__name__)
 
 _PLAN_STREAM = 0x9A7C
 _SPLIT_STREAM = 0x5917
-# Batches in a window. Measured with bench/data_padding.py; wider windows pad less and mix less.
+# Batches in a window at most, measured with bench/data_padding.py: wider windows pad less and mix less. A small bucket
+# has narrower ones, at least four, or its batches would be the same in every epoch.
 _WINDOW_BATCHES = 256
+_LEAST_WINDOWS = 4
 _PACKING_WINDOW = 16384
 _HELDOUT_SHARE = 5  # at most one sample in five is held out
 _EPOCHS_KEPT = 2
@@ -244,7 +246,8 @@ class BatchPlan:
         """The bucket's samples in order, and the rows of each batch."""
         members = random.permutation(members)
         lengths = self._lengths[members]
-        window = max(1, int(_WINDOW_BATCHES * float(self._rows_for(lengths.astype(np.int64)).mean())))
+        mean_rows = float(self._rows_for(lengths.astype(np.int64)).mean())
+        window = max(int(2 * mean_rows), min(int(_WINDOW_BATCHES * mean_rows), -(-len(members) // _LEAST_WINDOWS)))
         order = np.lexsort((-lengths, np.arange(len(members)) // window))
         members, lengths = members[order], lengths[order]
         fit = self._rows_for(lengths.astype(np.int64)).tolist()
