@@ -25,6 +25,16 @@ from draftmill.drafter.shape import DrafterShape
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
+class Linear(nn.Linear):
+    """A matrix without bias whose values `Drafter` sets, once and from its own generator."""
+
+    def __init__(self, size_in: int, size_out: int) -> None:
+        super().__init__(size_in, size_out, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leave the values unset."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension; statistics in float32, result in the input's type."""
 
@@ -46,10 +56,10 @@ class BlockAttention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_proj = Linear(shape.hidden_size, queries)
+        self.k_proj = Linear(shape.hidden_size, keys)
+        self.v_proj = Linear(shape.hidden_size, keys)
+        self.o_proj = Linear(queries, shape.hidden_size)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
@@ -68,9 +78,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -100,20 +110,22 @@ class DrafterLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The whole network. Parameters are made in float32 on the CPU, their first values drawn from torch's RNG."""
+    """The whole network. Parameters are made in float32 on the CPU: matrices N(0, 0.02), norms 1."""
 
-    def __init__(self, shape: DrafterShape) -> None:
+    def __init__(self, shape: DrafterShape, seed: int | None = None) -> None:
+        """seed: draws the first values from a generator of their own; None from torch's, which threads share."""
         super().__init__()
         self.shape = shape
         self.layers = nn.ModuleList(DrafterLayer(shape) for _ in range(shape.num_layers))
-        self.fc = nn.Linear(shape.feature_size, shape.hidden_size, bias=False)
+        self.fc = Linear(shape.feature_size, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
         self.checkpoint_activations = False
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(parameter, std=0.02, generator=generator)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """Features [..., L*H] -> context [..., H], which enters every layer unchanged."""

@@ -57,9 +57,15 @@ class Stream:
         return -(-self.num_heldout // self.num_drafters)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation follows step `step` (0-based)."""
-        last = step + 1 == self.total_steps
-        return self.num_heldout > 0 and (last or (step + 1) % self.evaluate_every == 0)
+        """Whether an evaluation follows step `step` (0-based): only where a group ends, so that no slot is held."""
+        done = step + 1
+        if self.num_heldout == 0 or not self.ends_group(step):
+            return False
+        return done == self.total_steps or done // self.evaluate_every > (done - self.draws) // self.evaluate_every
+
+    def ends_group(self, step: int) -> bool:
+        """Whether the batches of this step's group are not needed any more after it."""
+        return (step + 1) % self.draws == 0 or step + 1 == self.total_steps
 
     def epoch_of(self, step: int) -> int:
         """The epoch that step `step` reads."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from draftmill.pipeline.supervision import Supervisor, Worker
-from draftmill.pipeline.workers import DrafterWorker, Result, Ticket
+from draftmill.pipeline.workers import DrafterWorker, Result, TargetWorker, Ticket
 
 
 class Stalled(RuntimeError):
@@ -25,7 +25,7 @@ class Team:
     def __init__(
         self,
         supervisor: Supervisor,
-        targets: Sequence[Worker],
+        targets: Sequence[TargetWorker],
         drafters: Sequence[DrafterWorker],
         *,
         lookahead: int,
@@ -57,6 +57,10 @@ class Team:
         """Wait for all results under way, oldest first."""
         return [self._next() for _ in range(len(self.under_way))]
 
+    def drafter_wait_s(self) -> float:
+        """Seconds that targets have waited for drafters since the start, all targets together."""
+        return sum(target.drafter_wait_s for target in self.targets)
+
     def close(self, timeout_s: float = 30.0) -> None:
         """End the workers and wait for their threads. Can be called twice.
 
@@ -67,7 +71,7 @@ class Team:
         if self.under_way:
             self.supervisor.close()
         deadline = time.monotonic() + timeout_s
-        workers = [worker for worker in (*self.drafters, *self.targets) if worker.ident is not None]
+        workers: list[Worker] = [worker for worker in (*self.drafters, *self.targets) if worker.ident is not None]
         for drafter in self.drafters:
             if drafter.ident is not None:
                 drafter.join(max(0.0, deadline - time.monotonic()))

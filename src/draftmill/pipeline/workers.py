@@ -25,6 +25,7 @@ import torch
 
 from draftmill.pipeline.channel import Channel, ChannelClosed, Slot
 from draftmill.pipeline.features import FeatureCache, pack
+from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import Supervisor, Worker
 from draftmill.records import BatchKind, HostBatch
 
@@ -174,6 +175,7 @@ class TargetWorker(Worker):
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build = device, beats, build
         self.batches, self.route, self.cache = batches, route, cache
+        self.drafter_wait_s = 0.0
 
     def work(self) -> None:
         """Until the loader ends: batch, slot, features, hand over."""
@@ -188,8 +190,10 @@ class TargetWorker(Worker):
                 self.doing = f"on batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
                 channel, number = self.route.of(batch.sequence)
                 self.beats.beat("waiting for drafter", batch.sequence)
+                asked = time.monotonic()
                 slot = channel.reserve(number)
                 waited = time.monotonic()
+                self.drafter_wait_s += waited - asked
                 self.beats.beat("forward", batch.sequence, wait_s=waited - started)
                 written = self._fill(replica, batch, slot)
                 channel.fill(number, batch, written)
@@ -228,17 +232,14 @@ class DrafterWorker(Worker):
         channel: Channel,
         results: queue.SimpleQueue[Result],
         *,
-        accumulate: int,
-        draws: int,
-        heldout: int,
+        stream: Stream,
         first_step: int,
     ) -> None:
-        """build: makes the replica and its end of the collective, in this thread. heldout: batches an evaluation."""
+        """build: makes the replica and its end of the collective, in this thread."""
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build = device, beats, build
         self.batches, self.channel, self.results = batches, channel, results
-        self.accumulate, self.draws, self.heldout = accumulate, draws, heldout
-        self.first_step = first_step
+        self.stream, self.first_step = stream, first_step
         self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.number = 0
         self.held: list[tuple[int, Slot]] = []
@@ -272,7 +273,7 @@ class DrafterWorker(Worker):
             return replica.snapshot(ticket.request)
         if isinstance(ticket, Evaluate):
             replica.begin_evaluation()
-            for _ in range(self.heldout):
+            for _ in range(self.stream.heldout_per_drafter):
                 number, slot = self._take(ticket.step)
                 replica.load(slot, 0)
                 replica.evaluate()
@@ -288,13 +289,13 @@ class DrafterWorker(Worker):
 
     def _group(self, replica: DrafterReplica, step: int) -> None:
         """Forward and backward over the group's batches; with several draws the slots are held until the last."""
-        draw = step % self.draws
-        last = draw == self.draws - 1
+        draws = self.stream.draws
+        draw, last = step % draws, self.stream.ends_group(step)
         fresh = draw == 0 or step == self.first_step
-        for index in range(self.accumulate):
+        for index in range(self.stream.accumulate):
             if fresh:
                 self.held.append(self._take(step))
-            number, slot = self.held[index] if self.draws > 1 else self.held.pop()
+            number, slot = self.held[index] if draws > 1 else self.held.pop()
             replica.load(slot, draw)
             replica.accumulate()
             if last:

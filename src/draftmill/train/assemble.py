@@ -10,11 +10,13 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from draftmill.data.loader import Loader
+from draftmill.drafter.initial import weights_from_target
 from draftmill.drafter.network import Drafter
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
@@ -66,8 +68,17 @@ class TapsReplica:
             return [taps.outputs[layer] for layer in self.layer_ids]
 
 
-def load_targets(setup: Setup, run: RunDirectory) -> tuple[list[Target], TargetHead]:
-    """One cut replica a target device, and the head for the drafters, on the CPU or wherever the target lies."""
+@dataclass(frozen=True)
+class Loaded:
+    """What was read from the target: a cut replica a device, the head, and first weights for the drafters."""
+
+    targets: list[Target]
+    head: TargetHead
+    weights: dict[str, torch.Tensor] | None
+
+
+def load_targets(setup: Setup, run: RunDirectory) -> Loaded:
+    """Read the target once, put a replica on each target device, with progress in log and phase."""
     settings, groups = setup.config.target, setup.placement.targets
     run.log.info(f"Loading {len(groups)} target model{'s' if len(groups) > 1 else ''}...")
     first = load_target(
@@ -78,32 +89,48 @@ def load_targets(setup: Setup, run: RunDirectory) -> tuple[list[Target], TargetH
         with_tokenizer=False,
     )
     head = first.head()
+    weights = _first_weights(setup, first)
     first.cut_after(setup.shape.target_layer_ids[-1])
     targets = []
     for index, group in enumerate(groups):
         run.phase(Phase.LOADING_TARGETS, f"{index + 1}/{len(groups)}")
         run.log.info(f"  Target {index} on {group[0]}...")
         targets.append(first if group[0].type == "cpu" and index == 0 else first.replica(group[0]))
-    return targets, head
+    return Loaded(targets, head, weights)
+
+
+def _first_weights(setup: Setup, target: Target) -> dict[str, torch.Tensor] | None:
+    """What the drafters start from; None leaves them random."""
+    drafter = setup.config.drafter
+    if setup.warm_weights is not None:
+        return setup.warm_weights
+    if drafter.init == "normal":
+        return None
+    final_norm = getattr(target.model.get_decoder(), "norm", None)
+    return weights_from_target(first_drafter(setup), target.layers, final_norm)
+
+
+def first_drafter(setup: Setup) -> Drafter:
+    """The network with the run's random first weights, the same on every device and host."""
+    return Drafter(setup.shape, seed=setup.config.run.seed)
 
 
 @contextmanager
 def running_team(
     setup: Setup,
     run: RunDirectory,
-    targets: list[Target],
-    head: TargetHead,
+    loaded: Loaded,
     first_step: int,
-    prepare: Callable[[Replica], None],
+    prepare: Callable[[Replica, int], None],
 ) -> Iterator[Team]:
     """Start loader and workers; end them, whatever happens.
 
-    prepare: called with each replica in its worker thread once it is built (to restore a checkpoint).
+    prepare: called with each replica and its number, in its worker thread, once it is built (to restore a checkpoint).
     """
     supervisor = Supervisor()
     with running_loader(setup, first_step) as loader:
         supervisor.on_close(loader.close)
-        team = _build_team(setup, run, targets, head, first_step, prepare, loader, supervisor)
+        team = _build_team(setup, run, loaded, first_step, prepare, loader, supervisor)
         team.start()
         try:
             yield team
@@ -146,10 +173,9 @@ def running_loader(setup: Setup, first_step: int) -> Iterator[Loader]:
 def _build_team(
     setup: Setup,
     run: RunDirectory,
-    targets: list[Target],
-    head: TargetHead,
+    loaded: Loaded,
     first_step: int,
-    prepare: Callable[[Replica], None],
+    prepare: Callable[[Replica, int], None],
     loader: Loader,
     supervisor: Supervisor,
 ) -> Team:
@@ -188,7 +214,7 @@ def _build_team(
             route,
             cache,
         )
-        for index, (group, target) in enumerate(zip(placement.targets, targets, strict=True))
+        for index, (group, target) in enumerate(zip(placement.targets, loaded.targets, strict=True))
     ]
     store = shared_store(setup.hosts) if stream.num_drafters > 1 else None
     drafter_workers = []
@@ -199,8 +225,8 @@ def _build_team(
         def build(number: int = number, device: torch.device = device) -> tuple[Replica, Collective]:
             if device.type == "cpu":
                 settle()
-            replica = build_replica(setup, head, device, run.log)
-            prepare(replica)
+            replica = build_replica(setup, loaded, device, run.log)
+            prepare(replica, number)
             return replica, Collective(store, number, stream.num_drafters, device)
 
         drafter_workers.append(
@@ -213,9 +239,7 @@ def _build_team(
                 loader,
                 channels[number],
                 results,
-                accumulate=stream.accumulate,
-                draws=stream.draws,
-                heldout=stream.heldout_per_drafter,
+                stream=stream,
                 first_step=first_step,
             )
         )
@@ -229,14 +253,14 @@ def _build_team(
     )
 
 
-def build_replica(setup: Setup, head: TargetHead, device: torch.device, log: logging.Logger) -> Replica:
+def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: logging.Logger) -> Replica:
     """A drafter with the run's first weights on a device, its step chosen. Runs in the worker thread."""
     config = setup.config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
-        drafter = Drafter(setup.shape)
+    drafter = first_drafter(setup)
+    if loaded.weights is not None:
+        drafter.load_state_dict(loaded.weights)
     drafter.checkpoint_activations = config.drafter.checkpoint_activations
-    state = StepState(drafter, head, setup.rule, setup.step_shape, device, setup.dtype)
+    state = StepState(drafter, loaded.head, setup.rule, setup.step_shape, device, setup.dtype)
     num_buckets = max(len(plan.edges) for plan in (setup.plan, setup.heldout_plan) if plan is not None)
     total_steps = setup.stream.total_steps
     optimizer = FlatAdamW(state.flat, config.train)

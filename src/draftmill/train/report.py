@@ -20,11 +20,18 @@ from draftmill.train.setup import Setup
 class Reporter:
     """Turns each ticket's results into one line of metrics."""
 
-    def __init__(self, setup: Setup, run: RunDirectory, observe: Callable[[dict[str, Any]], None]) -> None:
-        """observe: gets every record of metrics.jsonl as well."""
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDirectory,
+        observe: Callable[[dict[str, Any]], None],
+        drafter_wait_s: Callable[[], float],
+    ) -> None:
+        """observe: gets every record of metrics.jsonl as well. drafter_wait_s: waits of the targets so far."""
         self.setup, self.run, self.observe = setup, run, observe
         self.accept_length: float | None = None
-        self._last_s = time.monotonic()
+        self.drafter_wait_s = drafter_wait_s
+        self._last_s, self._last_wait_s = time.monotonic(), 0.0
 
     def take(self, finished: list[list[Result]]) -> None:
         """Report results, one list a ticket. Raises RuntimeError for a loss or gradient that is not finite."""
@@ -47,6 +54,7 @@ class Reporter:
         elapsed, self._last_s = now - self._last_s, now
         stream = self.setup.stream
         self.run.phase(Phase.TRAINING)
+        wait_s = self.drafter_wait_s()
         record = {
             "step": step + 1,
             "epoch": stream.epoch_of(step),
@@ -54,10 +62,12 @@ class Reporter:
             "context_tokens_per_s": record["context_tokens"] / elapsed,
             "supervised_tokens_per_s": record["supervised_tokens"] / elapsed,
             "target_wait_s": max(result.wait_s for result in results),
+            "drafter_wait_s": wait_s - self._last_wait_s,
             "drafter_work_s": max(result.work_s for result in results),
             "queue_depth": sum(result.queue_depth for result in results),
             "peak_bytes": _peak_bytes(self.setup),
         }
+        self._last_wait_s = wait_s
         self._write(record)
         self.run.progress(
             step + 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.pipeline.team import Stalled
+from draftmill.step.compiled import BUILD_LOCK
 from draftmill.train.assemble import load_targets, running_team
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
@@ -47,6 +49,8 @@ def train(
     run_dir = Path(str(config.run.dir))
     setup = set_up(config, hosts)
     checkpoint = _checkpoint(setup, run_dir) if resume else None
+    if checkpoint is not None:
+        setup = replace(setup, notes=(*setup.notes, *_changes(setup, checkpoint)))
     with RunDirectory.create(run_dir, config.to_yaml(), environment(setup), resume, console=console) as run:
         try:
             run.finish(_train(setup, run, run_dir, checkpoint, observe))
@@ -68,21 +72,27 @@ def _train(
     observe: Callable[[dict[str, Any]], None],
 ) -> Phase:
     run.phase(Phase.LOADING_DATA)
-    for line in setup.plan.describe():
+    for line in (*setup.plan.describe(), *setup.notes):
         run.log.info(line)
+    if checkpoint is not None:
+        run.log.info(f"going on from {checkpoint.folder.name}")
     run.phase(Phase.LOADING_TARGETS)
-    targets, head = load_targets(setup, run)
+    loaded = load_targets(setup, run)
     run.phase(Phase.WARMING_UP)
     first_step = checkpoint.step if checkpoint is not None else 0
 
-    def prepare(replica: Replica) -> None:
+    def prepare(replica: Replica, number: int) -> None:
+        if number == 0:
+            with BUILD_LOCK:  # pinned memory is not allocated while another worker captures
+                saver.background.prepare(replica.weights(), replica.moments())
         if checkpoint is not None:
             replica.restore(checkpoint.tensors(), checkpoint.optimizer(), checkpoint.step)
 
     saver = Saver(setup, run, run_dir)
     try:
-        with running_team(setup, run, targets, head, first_step, prepare) as team:
-            return training_loop(setup, team, saver, Reporter(setup, run, observe), first_step)
+        with running_team(setup, run, loaded, first_step, prepare) as team:
+            reporter = Reporter(setup, run, observe, team.drafter_wait_s)
+            return training_loop(setup, team, saver, reporter, first_step)
     finally:
         saver.close()
 
@@ -91,14 +101,18 @@ def _checkpoint(setup: Setup, run_dir: Path) -> Checkpoint:
     checkpoint = resuming.pick(run_dir)
     if (message := resuming.finished_message(checkpoint)) is not None:
         raise InputError(message)
-    resuming.check_same_run(
+    return checkpoint
+
+
+def _changes(setup: Setup, checkpoint: Checkpoint) -> list[str]:
+    """What changed since the checkpoint and may. Raises InputError for what would make it another run."""
+    return resuming.check_same_run(
         checkpoint.state,
         setup.config,
         setup.shape,
         data_fingerprint=setup.store.fingerprint,
         batches_per_step=setup.stream.group,
     )
-    return checkpoint
 
 
 def environment(setup: Setup) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from draftmill.checkpoint.source import warm_start
 from draftmill.config import Config, gamma_for
 from draftmill.data.plan import BatchPlan, split_heldout
 from draftmill.data.store import Store
@@ -46,6 +47,8 @@ class Setup:
     rule: LossRule
     dtype: torch.dtype
     stream: Stream
+    warm_weights: dict[str, torch.Tensor] | None
+    notes: tuple[str, ...]
 
     @property
     def first_drafter(self) -> int:
@@ -61,11 +64,14 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
     )
     shape = _shape(config, store, target_config)
+    warm_weights: dict[str, torch.Tensor] | None = None
+    notes: list[str] = []
+    if config.drafter.from_checkpoint is not None:
+        shape, warm_weights, notes = warm_start(config.drafter.from_checkpoint, shape)
     plan, heldout_plan = _plans(config, store)
-    num_drafters = len(placement.drafters) * hosts.count
     step_shape = _step_shape(config, shape, plan, heldout_plan, placement)
     stream = Stream(
-        num_drafters=num_drafters,
+        num_drafters=len(placement.drafters) * hosts.count,
         accumulate=config.train.accumulate,
         draws=config.train.anchor_draws,
         num_batches=plan.total(config.train.epochs),
@@ -90,6 +96,8 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         ),
         dtype=_compute_type(config, placement),
         stream=stream,
+        warm_weights=warm_weights,
+        notes=tuple(notes),
     )
 
 
