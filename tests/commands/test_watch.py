@@ -161,8 +161,8 @@ def test_a_real_browser_draws_it(two_runs: Path, tmp_path: Path) -> None:
     assert 'data-ready="true"' in dumped  # the script came to its end
     sections = dict(re.findall(r'<section class="card chart" id="chart-(\w+)">(.*?)</section>', dumped, re.S))
     assert list(sections) == [
-        "loss", "accept_length", "accept_by_slot", "accuracy_by_slot", "context_tokens_per_s", "drafter_wait_s",
-        "target_wait_s", "peak_bytes", "padding_share", "grad_norm", "lr",
+        "loss", "accept_length", "accept_by_slot", "accuracy_by_slot", "context_tokens_per_s", "target_wait_s",
+        "drafter_wait_s", "peak_bytes", "padding_share", "grad_norm", "lr",
     ]  # fmt: skip
     for name, section in sections.items():
         assert section.count('class="line"') == 2, name  # both runs

@@ -134,6 +134,22 @@ def test_one_that_hangs_delays_neither_a_step_nor_the_end(tmp_path: Path, monkey
     ending.set()
 
 
+def test_a_long_run_of_fast_steps_is_thinned_out_but_its_evaluations_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "_NUM_DENSE", 10)
+    monkeypatch.setattr(trackers, "_SPARSE_S", 1000.0)
+    feed = TrackerFeed(["good"], make_run(tmp_path), print, {"good": Good})
+    feed.start()
+    for step in range(1, 41):
+        feed.put({"step": step, "loss": 0.5})
+        if step % 20 == 0:
+            feed.put({"step": step, "accept_length": 2.0})
+    feed.close()
+    assert [step for step, figures in Good.seen if "train/loss" in figures] == list(range(1, 11))
+    assert [step for step, figures in Good.seen if "acceptance/accept_length" in figures] == [20, 40]
+
+
 def test_tags_group_numbers_and_leave_out_what_is_none() -> None:
     record = {"step": 3, "loss": 1.5, "lr": None, "accept_by_slot": [0.9, 0.8], "mine": 2, "flag": True, "text": "x"}
     assert tagged(record) == {

@@ -1,10 +1,8 @@
-"""Which files a run's directory holds, how it is named, and whether a new run may have it."""
+"""Which files a run's directory holds, how it is found, and whether a new run may have it."""
 
 from __future__ import annotations
 
 import os
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +22,6 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 _BEFORE_A_RUN = frozenset({LOG_FILE, LOCK_FILE, STOP_FILE, TENSORBOARD, CHECKPOINTS})
 """Entries that a directory may hold before its first run begins."""
-
-
-def name_run(model: str, runs: Path = RUNS) -> Path:
-    """A directory, not there yet, named by the target and the time, as in runs/qwen3-8b-20260131-142530."""
-    target = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rsplit("/", 1)[-1].lower()).strip("-.") or "run"
-    name = path = runs / f"{target}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 2
-    while path.exists():
-        path = name.with_name(f"{name.name}-{number}")
-        number += 1
-    return path
 
 
 def find_run(name: str | os.PathLike[str], runs: Path = RUNS) -> Path | None:

@@ -80,8 +80,15 @@ def run_processes(gpus: Sequence[Gpu] = (), runs: Sequence[Path] = (RUNS,)) -> l
     return [entry for entry in found if entry is not None]
 
 
-def leftovers(gpus: Sequence[Gpu] = (), runs: Sequence[Path] = (RUNS,)) -> list[RunProcess]:
-    """Processes of runs that have ended or stalled and still hold GPU memory, as far as can be seen."""
+def leftovers(gpus: Sequence[Gpu] | None = None, runs: Sequence[Path] = (RUNS,)) -> list[RunProcess]:
+    """Processes of runs that have ended or stalled and still hold GPU memory, as far as can be seen.
+
+    Args:
+        gpus: one reading of the driver; None reads it now
+        runs: folders that hold runs' directories
+    """
+    if gpus is None:
+        gpus = read_gpus()[0]
     return [process for process in run_processes(gpus, runs) if process.leftover and process.holds_gpu]
 
 

@@ -21,6 +21,7 @@ from draftmill.monitor.process import ProcessIdentity
 from draftmill.monitor.state import StateFile
 
 WRITE_EVERY_S = 1.0
+_REST_S = 0.1
 _MAX_WARNINGS = 20
 _RATE_WINDOW = 512
 """Steps over which the rate behind the ETA is taken, evaluations and saving between them included."""
@@ -89,6 +90,9 @@ class Recorder:
         if self.phase in ENDINGS and phase is not Phase.CRASHED:
             return  # a worker's last words, after the run has ended
         now = time.monotonic()
+        if phase is self.phase and detail == self._detail:  # said at every step, maybe
+            self._progress_at = now
+            return
         if phase is not self.phase:
             self._seconds_in[self.phase.value] = self._seconds_in.get(self.phase.value, 0.0) + now - self._phase_at
             self._phase_at, self._phase_time = now, time.time()
@@ -157,7 +161,8 @@ class Recorder:
                 self.add_warning(f"monitor: {type(error).__name__}: {error}")
                 print(f"draftmill: warning: monitor: {type(error).__name__}: {error}", file=sys.stderr)
             self.write_now()
-            self._wake.wait(WRITE_EVERY_S)
+            time.sleep(_REST_S)  # however often it is woken
+            self._wake.wait(WRITE_EVERY_S - _REST_S)
             self._wake.clear()
 
     def _eta_s(self) -> float | None:

@@ -69,8 +69,8 @@ _CHARTS: list[dict[str, Any]] = [
     {"key": "useful_tflops", "title": "Useful work", "unit": "TFLOP/s", "digits": 0, "zero": True},
     {"key": "share_of_peak", "title": "Share of the device's peak", "unit": "%", "scale": 100, "digits": 1,
      "zero": True},
-    {"key": "drafter_wait_s", "title": "Drafters wait for features", "unit": "s a step", "digits": 3, "zero": True},
-    {"key": "target_wait_s", "title": "Targets wait for a free slot", "unit": "s a step", "digits": 3, "zero": True},
+    {"key": "target_wait_s", "title": "Drafters wait for targets", "unit": "s a step", "digits": 3, "zero": True},
+    {"key": "drafter_wait_s", "title": "Targets wait for drafters", "unit": "s a step", "digits": 3, "zero": True},
     {"key": "queue_depth", "title": "Feature batches ready", "digits": 2, "zero": True},
     {"key": "peak_bytes", "title": "Peak GPU memory", "unit": "GiB", "scale": 1 / _GIB, "digits": 1, "zero": True},
     {"key": "padding_share", "title": "Padding", "unit": "%", "scale": 100, "digits": 2, "zero": True,
@@ -246,7 +246,7 @@ def _rounded(value: float) -> float:
 
 def _summary(runs: list[_Run]) -> str:
     head = ["run", "state", "steps", "ran", "tokens", "loss", "best acceptance", "Ktok/s", "peak GiB", "padding",
-            "drafter waits"]  # fmt: skip
+            "drafters wait"]  # fmt: skip
     rows = []
     for index, run in enumerate(runs):
         metrics, status = run.metrics, run.status
@@ -267,7 +267,7 @@ def _summary(runs: list[_Run]) -> str:
             number(_mean_speed(metrics), "{:.1f}", 1e-3),
             number(max(metrics.series("peak_bytes")[1], default=None), "{:.1f}", 1 / _GIB),
             number(_mean_of(metrics, "padding_share"), "{:.2f} %", 100),
-            number(_mean_of(metrics, "drafter_wait_s"), "{:.3f} s a step"),
+            number(_mean_of(metrics, "target_wait_s"), "{:.3f} s a step"),
         ]
         rows.append("<tr>" + "".join(f"<td>{cell or '–'}</td>" for cell in cells) + "</tr>")
     heads = "".join(f"<th>{name}</th>" for name in head)

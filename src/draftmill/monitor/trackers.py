@@ -22,6 +22,10 @@ from draftmill.monitor.layout import TENSORBOARD
 
 _MAX_WAITING = 10_000
 _CLOSE_S = 20.0
+_NUM_DENSE = 1000
+_SPARSE_S = 0.2
+"""A run's first records all go to the trackers, later ones of optimizer steps at most this often: no plot has more
+points, servers have limits, and checksums in Python cost. metrics.jsonl has every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +251,8 @@ class TrackerFeed:
         self._run = run
         self._report = report
         self._queue: queue.Queue[tuple[int, float, dict[str, float]] | None] = queue.Queue(_MAX_WAITING)
-        self._num_lost = 0
+        self._num_records, self._num_lost = 0, 0
+        self._put_at = -1e9
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="trackers", daemon=True)
 
@@ -260,6 +265,11 @@ class TrackerFeed:
         """Hand over one metrics record. Never waits."""
         if not self._thread.is_alive():
             return
+        now = time.monotonic()
+        self._num_records += 1
+        if self._num_records > _NUM_DENSE and "accept_length" not in record and now - self._put_at < _SPARSE_S:
+            return
+        self._put_at = now
         try:
             self._queue.put_nowait((int(record.get("step") or 0), time.time(), tagged(record)))
         except queue.Full:
