@@ -22,11 +22,14 @@ from draftmill.target.generate_sampling import Sampling, choose_tokens, uniforms
 
 _TRIM = 32
 """Columns that are padding in every row are cut once there are this many."""
+_MOST_FINISHED = 1 / 8
+"""Share of the rows that may be finished before they leave the cache: leaving copies all of it, staying costs their
+part of each step."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One prompt under way. `limit` is the most tokens it may write."""
+    """One prompt under way. `limit` is the most tokens it may write; `ended` says that it wrote a stop token."""
 
     index: int
     prompt: Sequence[int]
@@ -34,6 +37,11 @@ class Row:
     uniforms: np.ndarray | None
     written: list[int] = field(default_factory=list)
     ended: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it writes no more."""
+        return self.ended or len(self.written) >= self.limit
 
     @property
     def num_cached(self) -> int:
@@ -62,14 +70,16 @@ class Rows:
         self._cache: Any = None
         self._mask_BS = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         self._rows: list[Row] = []
+        self._num_live = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """Rows that are still being written."""
+        return self._num_live
 
     @property
     def can_join(self) -> bool:
         """Whether new rows may be added now."""
-        return not self._rows or all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        return not self._num_live or all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def new_row(self, index: int, prompt: Sequence[int], limit: int, stream: int) -> Row:
         """A row that has written nothing; its random numbers follow from the seed and its stream."""
@@ -93,22 +103,24 @@ class Rows:
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits_BV = self._forward(tokens.to(self._device), mask, positions, cache)
         self._write(logits_BV, rows)
+        self._leave()
         if self._rows:
             self._join(cache, mask)
         else:
             self._cache, self._mask_BS = cache, mask
         self._rows = self._rows + rows
-        return self._drop_finished()
+        return self._newly_finished(rows)
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Write one more token in every row; give back the rows that are finished, which have left."""
+        """Write one more token in every row; give back the rows that have just finished."""
         last = torch.tensor([[row.written[-1]] for row in self._rows], device=self._device)
         positions = torch.tensor([[row.num_cached] for row in self._rows], device=self._device)
         self._mask_BS = pad(self._mask_BS, (0, 1), value=1)
         logits_BV = self._forward(last, self._mask_BS, positions, self._cache)
+        live = [row for row in self._rows if not row.is_finished]
         self._write(logits_BV, self._rows)
-        return self._drop_finished()
+        return self._newly_finished(live)
 
     def _forward(
         self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, positions_BS: torch.Tensor, cache: Any
@@ -123,27 +135,34 @@ class Rows:
     def _write(self, logits_BV: torch.Tensor, rows: list[Row]) -> None:
         numbers_B = None
         if self._sampling.temperature > 0:
-            drawn = [row.uniforms[len(row.written)] for row in rows if row.uniforms is not None]
+            drawn = [row.uniforms[min(len(row.written), row.limit - 1)] for row in rows if row.uniforms is not None]
             numbers_B = torch.tensor(drawn, dtype=torch.float64, device=logits_BV.device)
         for row, token in zip(rows, choose_tokens(logits_BV, self._sampling, numbers_B).tolist(), strict=True):
-            row.written.append(token)
-            row.ended = token in self._stop
+            if not row.is_finished:  # what a finished row would write while it is still here is nobody's
+                row.written.append(token)
+                row.ended = token in self._stop
 
-    def _drop_finished(self) -> list[Row]:
-        finished = [row for row in self._rows if row.ended or len(row.written) >= row.limit]
-        if not finished:
-            return finished
-        kept = [i for i, row in enumerate(self._rows) if not (row.ended or len(row.written) >= row.limit)]
-        self._rows = [self._rows[i] for i in kept]
+    def _newly_finished(self, rows: list[Row]) -> list[Row]:
+        """Those of the rows that have just finished. All finished ones leave the cache once there are enough."""
+        finished = [row for row in rows if row.is_finished]
+        self._num_live = sum(not row.is_finished for row in self._rows)
+        if len(self._rows) - self._num_live >= max(1.0, _MOST_FINISHED * len(self._rows)):
+            self._leave()
+        return finished
+
+    def _leave(self) -> None:
+        """Drop the finished rows from the cache."""
+        kept = [number for number, row in enumerate(self._rows) if not row.is_finished]
+        if len(kept) == len(self._rows):
+            return
+        self._rows = [self._rows[number] for number in kept]
         if not kept:
-            self._cache = None
-            self._mask_BS = self._mask_BS[:0, :0]
-            return finished
+            self._cache, self._mask_BS = None, self._mask_BS[:0, :0]
+            return
         select = torch.tensor(kept, device=self._device)
         self._cache.reorder_cache(select)
         self._mask_BS = self._mask_BS.index_select(0, select)
         self._trim()
-        return finished
 
     def _trim(self) -> None:
         """Cut leading columns that are padding in every row."""
