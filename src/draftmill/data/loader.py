@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftmill.data.anchors import draw_anchors
+from draftmill.data.anchors import Anchors, draw_anchors
 from draftmill.data.plan import BatchPlan
 from draftmill.data.store import Store
 from draftmill.records import BatchKind, Blocks, HostBatch, WorkItem
@@ -35,6 +35,33 @@ class _Buffers:
     documents: torch.Tensor | None
     source_T: torch.Tensor
     blocks: tuple[Blocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many of the positions that could be anchors were, over the training batches read so far.
+
+    num_starved counts documents that have candidates and got no anchor, once for each draw.
+    """
+
+    num_documents: int = 0
+    num_candidates: int = 0
+    num_anchors: int = 0
+    num_starved: int = 0
+
+    @property
+    def share(self) -> float:
+        """Anchors of candidates; 1 where there are none."""
+        return self.num_anchors / self.num_candidates if self.num_candidates else 1.0
+
+    def plus(self, anchors: Anchors) -> Coverage:
+        """This, with one batch's draw counted in."""
+        return Coverage(
+            self.num_documents + len(anchors.candidates_D),
+            self.num_candidates + anchors.num_candidates,
+            self.num_anchors + anchors.num_anchors,
+            self.num_starved + anchors.num_starved,
+        )
 
 
 class Loader:
@@ -87,6 +114,7 @@ class Loader:
         self._ready: deque[HostBatch] = deque()
         self._ended = self._closed = False
         self._error: BaseException | None = None
+        self._coverage = Coverage()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read_all, name="draftmill-loader", daemon=True)
         self._thread.start()
@@ -121,6 +149,10 @@ class Loader:
                 raise RuntimeError(f"batch {batch.sequence} was released twice, or is none of this loader's")
             self._free.append(buffers)
             self._changed.notify_all()
+
+    def coverage(self) -> Coverage:
+        """What the anchors of the training batches read so far cover."""
+        return self._coverage
 
     def close(self) -> None:
         """Stop reading and unblock everybody; can be called twice. Batches that are out stay valid."""
@@ -231,6 +263,8 @@ class Loader:
             block.starts_A.numpy()[:] = anchors.starts_A
             block.slots_A.numpy()[:] = anchors.slots_A
             scored.append(anchors.num_scored)
+            if item.kind is BatchKind.TRAIN:
+                self._coverage = self._coverage.plus(anchors)
         return tuple(scored)
 
     def _fill_empty(self, item: WorkItem, buffers: _Buffers) -> HostBatch:
