@@ -264,9 +264,13 @@ def regenerate(
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Name by which the servers know the target.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Requests in flight, all servers together [64].")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Seconds to wait for one answer of a server [600].")] = None,
-    retries: Annotated[int | None, typer.Option(help="Further tries of a request that failed [6].")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Requests in flight, all servers together; 64 if not given.")
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds to wait for one answer of a server; 600 if not given.")
+    ] = None,
+    retries: Annotated[int | None, typer.Option(help="Further tries of a request that failed; 6 if not given.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Share of the likeliest mass to draw from.")] = 1.0,
@@ -274,7 +278,7 @@ def regenerate(
     seed: Annotated[int, typer.Option(help="Seeds the drawing.")] = 0,
     batch_size: Annotated[int | None, typer.Option(help="Rows decoded together; by default by the memory.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N; by default the first GPU, or the CPU.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Type of a local target [bfloat16].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type of a local target; bfloat16 if not given.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let the target's own code run.")] = False,
 ) -> int:
     """The target's own answers to given prompts, from a local model or a server; run again, it continues.
