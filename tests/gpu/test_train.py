@@ -1,0 +1,49 @@
+"""A whole run on CUDA: targets and drafters on one device, and on two where there are two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftmill.train.run import train
+from tiny import config_of, metrics_of, small_world
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+
+LAYOUTS = {
+    "colocated": (["cuda:0"], ["cuda:0"]),
+    "two targets, two drafters on one": (["cuda:0", "cuda:0"], ["cuda:0"]),
+    "apart": (["cuda:0"], ["cuda:1"]),
+    "one target, drafters on both": (["cuda:0"], ["cuda:0", "cuda:1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sections = small_world(tmp_path_factory.mktemp("world"))
+    sections["drafter"] |= {"block_size": 16}
+    return sections
+
+
+@pytest.mark.parametrize("step", ["eager", "graphed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_equal_the_cpus(world: dict[str, Any], tmp_path: Path, layout: str, step: str) -> None:
+    targets, drafters = LAYOUTS[layout]
+    if "cuda:1" in (*targets, *drafters) and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    accumulate = 2 // len(drafters)
+    common = (f"train.accumulate={accumulate}", "train.epochs=3")
+    train(config_of(world, f"run.dir={tmp_path / 'cpu'}", "train.accumulate=2", "train.epochs=3"), console=False)
+    devices = (f"target.devices=[{', '.join(targets)}]", f"drafter.devices=[{', '.join(drafters)}]")
+    train(config_of(world, f"run.dir={tmp_path / 'cuda'}", f"drafter.step={step}", *devices, *common), console=False)
+    expected = [line["loss"] for line in metrics_of(tmp_path / "cpu") if "loss" in line]
+    losses = [line["loss"] for line in metrics_of(tmp_path / "cuda") if "loss" in line]
+    assert losses == pytest.approx(expected, rel=2e-2)
+    tau = [
+        [line["accept_length"] for line in metrics_of(tmp_path / where) if "accept_length" in line]
+        for where in ("cpu", "cuda")
+    ]
+    assert tau[1] == pytest.approx(tau[0], rel=0.1)
