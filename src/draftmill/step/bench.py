@@ -269,13 +269,13 @@ def _workload(request: Request) -> Workload:
 
 
 def _shape(request: Request) -> DrafterShape:
-    for option, value, lowest in (
-        ("num-layers", request.num_layers, 1),
-        ("num-taps", request.num_taps, 1),
-        ("block-size", request.block_size, 2),
+    for option, value, lowest, highest in (
+        ("num-layers", request.num_layers, 1, 64),
+        ("num-taps", request.num_taps, 1, 64),
+        ("block-size", request.block_size, 2, 256),
     ):
-        if value < lowest:
-            raise InputError(f"--{option} must be at least {lowest}, got {value}")
+        if not lowest <= value <= highest:
+            raise InputError(f"--{option} must lie in {lowest}..{highest}, got {value}")
     config = _model_config(request.model_config)
     drafter = DrafterConfig(num_layers=request.num_layers, num_taps=request.num_taps, block_size=request.block_size)
     vocabulary = getattr(text_config(config), "vocab_size", None)

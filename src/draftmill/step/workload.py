@@ -41,8 +41,8 @@ class Workload:
         most = self.documents * max(0, self.tokens_each - block_size)
         if not 1 <= self.anchors <= most:
             raise InputError(
-                f"{self.documents} x {self.tokens_each} context tokens hold 1 to {most} whole blocks of {block_size} on"
-                f" different anchors, got {self.anchors} anchors; give fewer anchors or more context"
+                f"{self.documents} x {self.tokens_each} context tokens have room for {most} whole blocks of "
+                f"{block_size} on different anchors, got {self.anchors} anchors; give fewer anchors or more context"
             )
 
 
