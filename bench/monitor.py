@@ -1,5 +1,6 @@
-"""What does monitoring cost? CPU seconds of all its threads for each second of training, as a share of a step.
+"""What does monitoring cost a step, and how soon does `status` answer?
 
+The cost is CPU seconds of all its threads for each second of training, as a share of a step.
 Eight workers beat, the loop reports a step of 15 slots, TensorBoard is fed; the "step" itself is a sleep, so that every
 CPU second of the process is monitoring's. Counting CPU time, all threads together, is the worst case: it is what
 monitoring would take from workers that hold the interpreter's lock all the time. Warm-up: 1000 steps without a pause
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -81,8 +85,29 @@ def measure(step_s: float, seconds: float) -> dict[str, float]:
     }
 
 
+def measure_status(num_tries: int = 15) -> dict[str, float]:
+    """How long `draftmill status RUN` takes from start to end: fastest and median wall time, fastest CPU time."""
+    with tempfile.TemporaryDirectory() as folder:
+        with RunDirectory.create(Path(folder) / "run", CONFIG, {}, console=False) as run:
+            run.finish(Phase.FINISHED)
+        walls, cpus = [], []
+        for _ in range(num_tries):
+            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            subprocess.run(
+                [sys.executable, "-m", "draftmill", "status", f"{folder}/run"], stdout=subprocess.DEVNULL, check=True
+            )
+            walls.append(time.perf_counter() - began)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {
+        "wall_min_s": round(min(walls), 3),
+        "wall_median_s": round(statistics.median(walls), 3),
+        "cpu_min_s": round(min(cpus), 3),
+    }
+
+
 def main() -> None:
-    """Measure each length of step."""
+    """Measure each length of step, then the status command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="Seconds measured for each length of step.")
     seconds = parser.parse_args().seconds
@@ -94,7 +119,9 @@ def main() -> None:
             f"step {step_s:4.2f} s: {100 * row['cpu_share_of_a_step']:.2f} % of a step in CPU time of all threads; "
             f"the step's own calls take {row['calls_median_us']:.0f} us (p99 {row['calls_p99_us']:.0f})"
         )
-    print(json.dumps({"bench": "monitor", "rows": rows}))
+    status = measure_status()
+    print(f"draftmill status: {status['wall_min_s']} s at best, median {status['wall_median_s']} s (bar 0.3 s)")
+    print(json.dumps({"bench": "monitor", "rows": rows, "status": status}))
 
 
 if __name__ == "__main__":

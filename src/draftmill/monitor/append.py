@@ -98,3 +98,16 @@ class LineFile:
             self._pending.clear()
         if error is not None:
             self._report(f"{self.path.name}: {num_lost} lines were lost: {error.strerror}")
+
+
+def last_lines(path: Path, num_lines: int, num_bytes: int = 65536) -> list[str]:
+    """The last lines of a file, out of its last bytes; empty where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            data = file.read()
+    except OSError:
+        return []
+    lines = data.decode(errors="replace").splitlines()
+    return (lines[1:] if size > num_bytes else lines)[-num_lines:]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftmill.errors import InputError
+from draftmill.monitor.append import last_lines
 from draftmill.monitor.layout import LOG_FILE, STATE_FILE
-from draftmill.monitor.log import log_tail
 from draftmill.monitor.process import ProcessIdentity
 from draftmill.monitor.state import read_json
 
@@ -85,7 +85,7 @@ def _has_begun(directory: Path, pid: int) -> bool:
 
 def _last_words(directory: Path, begun_at: int, code: int) -> str:
     if (directory / LOG_FILE).stat().st_size > begun_at:
-        last = log_tail(directory, 1)
+        last = last_lines(directory / LOG_FILE, 1)
         if last:
             return last[0].removeprefix("draftmill: error: ")
     return f"the run ended with code {code} before it began, without a word; see {directory / LOG_FILE}"

@@ -106,16 +106,3 @@ def _is_stderr(file: LineFile) -> bool:
         return descriptor is not None and os.path.samestat(os.fstat(descriptor), os.fstat(2))
     except OSError:
         return False
-
-
-def log_tail(directory: Path, num_lines: int = 20, num_bytes: int = 65536) -> list[str]:
-    """The last lines of the run's log; empty where there is none."""
-    try:
-        with open(directory / LOG_FILE, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
-            data = file.read()
-    except OSError:
-        return []
-    lines = data.decode(errors="replace").splitlines()
-    return lines[1:][-num_lines:] if size > num_bytes else lines[-num_lines:]

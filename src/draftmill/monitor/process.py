@@ -7,7 +7,6 @@ good. Ages are differences of the monotonic clock, which no change of the wall c
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -46,7 +45,7 @@ class ProcessIdentity:
     def of(cls, pid: int) -> ProcessIdentity:
         """The process that has this pid on this machine now."""
         stat = _stat(pid)
-        return cls(pid, stat[1] if stat else None, socket.gethostname(), _boot_id(), _namespaces())
+        return cls(pid, stat[1] if stat else None, os.uname().nodename, _boot_id(), _namespaces())
 
     @classmethod
     def of_this(cls) -> ProcessIdentity:
@@ -75,12 +74,12 @@ class ProcessIdentity:
     def shares_clock(self) -> bool:
         """Whether this process's monotonic stamps can be compared with ours: same boot, same time namespace."""
         if not self.boot_id:  # no such id on this system: the host's name has to do
-            return self.host == socket.gethostname()
+            return self.host == os.uname().nodename
         return self.boot_id == _boot_id() and self.namespaces.partition("+")[2] == _namespaces().partition("+")[2]
 
     def presence(self) -> Presence:
         """What can be seen of it from the calling process."""
-        if self.host != socket.gethostname():
+        if self.host != os.uname().nodename:
             return Presence.UNSEEN
         if self.boot_id != _boot_id():
             return Presence.GONE  # the machine was started again since

@@ -15,8 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from draftmill.monitor.append import last_lines
 from draftmill.monitor.layout import LOG_FILE, RUNS, STATE_FILE, all_runs, find_run
-from draftmill.monitor.log import log_tail
 from draftmill.monitor.phases import LOADING, Phase
 from draftmill.monitor.process import Presence, ProcessIdentity, is_alive
 from draftmill.monitor.state import read_json
@@ -208,7 +208,7 @@ def _ending_reason(state: dict[str, Any], presence: Presence) -> str:
 
 
 def _last_lines(directory: Path, phase: Phase) -> list[str]:
-    lines = log_tail(directory, 400)
+    lines = last_lines(directory / LOG_FILE, 400)
     if phase is Phase.STALLED:  # the stacks that a stalled run leaves there would push everything else out
         lines = [line for line in lines if line[:4].isdigit() and " | " in line]
     return lines[-12:]
