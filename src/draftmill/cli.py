@@ -283,7 +283,8 @@ def regenerate(
 ) -> int:
     """The target's own answers to given prompts, from a local model or a server; run again, it continues.
 
-    Exit code 1 where some prompts got no answer: they are listed beside the output.
+    Rows are written as they finish, and keep the input's other columns. Exit code 1 where some prompts got no answer:
+    they are listed beside the output.
     """
     from draftmill.target.answers_commands import regenerate_command
     from draftmill.target.generate_sampling import Sampling
