@@ -154,7 +154,7 @@ def test_mixed_formats_and_schemas_in_one_store(target: Path, tmp_path: Path) ->
 
 
 def test_several_processes_make_the_same_store(target: Path, tmp_path: Path) -> None:
-    rows = [{"messages": chat(f"q{number}", "word " * 2500)} for number in range(60)]
+    rows = [{"messages": chat(f"q{number}", "word " * 2500)} for number in range(90)]
     path = write_lines(tmp_path / "chats.jsonl", [*rows, *rows[:10], {"messages": []}])
     reports = [
         prepare(str(target), [str(path)], tmp_path / f"store{count}", num_processes=count, max_length=64)
@@ -164,7 +164,7 @@ def test_several_processes_make_the_same_store(target: Path, tmp_path: Path) -> 
     assert len(one._chunks) >= 3
     assert one.fingerprint == two.fingerprint
     assert reports[0].to_json() == reports[1].to_json()
-    for (ids, mask), (other_ids, other_mask) in zip(one.read(np.arange(60)), two.read(np.arange(60)), strict=True):
+    for (ids, mask), (other_ids, other_mask) in zip(one.read(np.arange(90)), two.read(np.arange(90)), strict=True):
         assert ids.tolist() == other_ids.tolist()
         assert mask.tolist() == other_mask.tolist()
 

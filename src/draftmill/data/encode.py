@@ -58,14 +58,14 @@ class Sample:
 class Encoder:
     """Turns rows into samples; the target's tokenizer alone is loaded for it."""
 
-    def __init__(self, settings: EncodeSettings) -> None:
-        """Load the tokenizer.
+    def __init__(self, settings: EncodeSettings, tokenizer: Any = None) -> None:
+        """Load the tokenizer, or take the one that another process has loaded.
 
         Raises:
             InputError: no tokenizer there, or none that can tell where its tokens lie in the text.
         """
         self.settings = settings
-        self.tokenizer = _load_tokenizer(settings)
+        self.tokenizer = _load_tokenizer(settings) if tokenizer is None else tokenizer
         self.vocab_size = len(self.tokenizer)
         # Trimmed offsets and added tokens come from the post-processor, cuts and padding from saved settings.
         plain = json.loads(self.tokenizer.backend_tokenizer.to_str())

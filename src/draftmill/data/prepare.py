@@ -158,7 +158,7 @@ class _Job:
             for chunk, record in missing:
                 yield chunk.done_bytes, record or make_shard(self.encoder, chunk, build.folder)
             return
-        with Workers(self.num_processes, self.encoder.settings, build.folder) as workers:
+        with Workers(self.num_processes, self.encoder, build.folder) as workers:
             for chunk, record in missing:
                 if record is not None:
                     yield chunk.done_bytes, record

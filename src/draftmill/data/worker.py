@@ -65,14 +65,19 @@ class WorkerDied(RuntimeError):
 class Workers:
     """Processes of one kind of work; a context manager that ends them."""
 
-    def __init__(self, num_processes: int, settings: EncodeSettings, folder: Path) -> None:
-        """Start them; each loads the tokenizer for itself."""
+    def __init__(self, num_processes: int, encoder: Encoder, folder: Path) -> None:
+        """Start them. They are handed the tokenizer, which spares each the hub and the import of torch; one whose code
+        came with the target is loaded again, as its class is known to this process alone."""
+        tokenizer = None if encoder.settings.trust_remote_code else encoder.tokenizer
         context = multiprocessing.get_context("spawn")  # the parent may have threads, which do not survive a fork
         self._processes: dict[Connection, Any] = {}
         for number in range(num_processes):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, settings, folder), name=f"draftmill-prepare-{number}", daemon=True
+                target=_work,
+                args=(theirs, encoder.settings, tokenizer, folder),
+                name=f"draftmill-prepare-{number}",
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -127,7 +132,7 @@ class Workers:
             process.join()
 
 
-def _work(connection: Connection, settings: EncodeSettings, folder: Path) -> None:
+def _work(connection: Connection, settings: EncodeSettings, tokenizer: Any, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and closes the pipe
     encoder: Encoder | None = None
     while True:
@@ -136,7 +141,7 @@ def _work(connection: Connection, settings: EncodeSettings, folder: Path) -> Non
         except EOFError:
             return
         try:
-            encoder = encoder or Encoder(settings)
+            encoder = encoder or Encoder(settings, tokenizer)
             result: Any = make_shard(encoder, chunk, folder)
         except (InputError, OSError) as error:
             result = error
