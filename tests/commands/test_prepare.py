@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ import pytest
 import data_doubles as doubles
 from data_doubles import chat, save_target, write_lines
 from draftmill.cli import main
+from draftmill.data.encode import Encoder, EncodeSettings, hash_tokenizer
 from draftmill.data.prepare import prepare
+from draftmill.data.sources import Chunk
 from draftmill.data.store import Store
+from draftmill.data.worker import WorkerDied, Workers
 
 GOOD = [
     {"messages": chat(f"question {number}?", f"the answer is {number} " * (1 + number % 9))} for number in range(40)
@@ -90,6 +94,7 @@ def test_the_store_holds_what_the_template_renders(target: Path, tmp_path: Path)
     for row, (ids, mask) in zip(GOOD, store.read(np.arange(40)), strict=True):
         assert ids.tolist() == tokenizer.apply_chat_template(row["messages"])["input_ids"]
         assert tokenizer.decode(ids[mask].tolist()) == row["messages"][1]["content"] + "<|im_end|>"
+    assert store.meta["tokenizer_hash"] == hash_tokenizer(tokenizer)
     assert store.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 80
     assert store.count(tokenizer.convert_tokens_to_ids("<|eot|>")) == 0
 
@@ -167,6 +172,14 @@ def test_several_processes_make_the_same_store(target: Path, tmp_path: Path) -> 
     for (ids, mask), (other_ids, other_mask) in zip(one.read(np.arange(90)), two.read(np.arange(90)), strict=True):
         assert ids.tolist() == other_ids.tolist()
         assert mask.tolist() == other_mask.tolist()
+
+
+def test_a_worker_that_is_killed_is_noticed(target: Path, tmp_path: Path) -> None:
+    encoder = Encoder(EncodeSettings(str(target), max_length=64))
+    with Workers(1, encoder, tmp_path) as workers:
+        next(iter(workers._processes.values())).kill()
+        with pytest.raises(WorkerDied, match=r"draftmill-prepare-0 died \(exit code -9\)"):
+            list(chain(workers.submit(Chunk(0)), workers.drain()))
 
 
 def test_duplicates_can_be_kept(target: Path, tmp_path: Path) -> None:

@@ -67,10 +67,7 @@ class Encoder:
         self.settings = settings
         self.tokenizer = _load_tokenizer(settings) if tokenizer is None else tokenizer
         self.vocab_size = len(self.tokenizer)
-        # Trimmed offsets and added tokens come from the post-processor, cuts and padding from saved settings.
-        plain = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        plain.update(post_processor=None, truncation=None, padding=None)
-        self._plain = json.dumps(plain, sort_keys=True)
+        self._plain = _plain_json(self.tokenizer)
         added = {index: str(token) for index, token in self.tokenizer.added_tokens_decoder.items()}
         self._placer = TokenPlacer(self._plain, added)
         has_template = bool(self.tokenizer.chat_template)
@@ -81,7 +78,7 @@ class Encoder:
     @property
     def tokenizer_hash(self) -> str:
         """Equal for tokenizers that give the same ids."""
-        return hashlib.sha256(self._plain.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        return _hash(self._plain)
 
     @property
     def template_hash(self) -> str | None:
@@ -89,8 +86,7 @@ class Encoder:
         if self._template is None:
             return None
         parts = [self.tokenizer.chat_template, self.tokenizer.special_tokens_map, self.settings.template_arguments]
-        text = json.dumps(parts, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        return _hash(json.dumps(parts, sort_keys=True, default=str))
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | BadSample]:
         """A sample, or the reason why there is none, for each row. A row may be a BadSample already."""
@@ -160,6 +156,23 @@ class Encoder:
         ids |= set(_eos_ids(self.settings, "config.json"))
         known = [token for token in ids if isinstance(token, int) and 0 <= token < self.vocab_size]
         return [text for text in self.tokenizer.convert_ids_to_tokens(sorted(known)) if text]
+
+
+def hash_tokenizer(tokenizer: Any) -> str:
+    """A store's `tokenizer_hash` if this is the tokenizer that it was made with: equal for equal ids."""
+    return _hash(_plain_json(tokenizer))
+
+
+def _plain_json(tokenizer: Any) -> str:
+    """The tokenizer without what does not touch the ids of a text: its post-processor, which trims offsets and adds
+    tokens, and cuts and padding from saved settings."""
+    plain = json.loads(tokenizer.backend_tokenizer.to_str())
+    plain.update(post_processor=None, truncation=None, padding=None)
+    return json.dumps(plain, sort_keys=True)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _check_text(text: str, most_characters: int) -> None:

@@ -47,9 +47,6 @@ class ChatTemplate:
         """
         self._tokenizer = tokenizer
         self._arguments = arguments
-        source = tokenizer.chat_template
-        sources = source.values() if isinstance(source, dict) else [source]
-        self._has_marks = any(_GENERATION_TAG.search(text) for text in sources)
         marked = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._form = _learn_form(self, sorted(marked | set(tokenizer.all_special_tokens)), stop_tokens)
 
@@ -86,19 +83,20 @@ class ChatTemplate:
             BadSample: a turn can't be found.
         """
         num_turns = sum(map(is_written_by_target, chat.messages))
-        if self._has_marks:
-            return self._marked_turns(chat, text, num_turns)
+        source = self._tokenizer.get_chat_template(None, chat.tools)
+        if "generation" in source and _GENERATION_TAG.search(source):
+            return self._marked_turns(chat, text, source, num_turns)
         spans = self._cut_at_headers(chat, text, num_turns)
         return self._probe_turns(chat, text) if spans is None else spans
 
-    def _marked_turns(self, chat: Chat, text: str, num_turns: int) -> list[Span]:
+    def _marked_turns(self, chat: Chat, text: str, source: str, num_turns: int) -> list[Span]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template
         texts, marks = render(
             [chat.messages],
             tools=chat.tools,
-            chat_template=self._tokenizer.get_chat_template(None, chat.tools),
+            chat_template=source,
             return_assistant_tokens_mask=True,
             **{**self._tokenizer.special_tokens_map, **self._arguments},
         )
