@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import FakeRun, draftmill, wait_until
 
 from draftmill.monitor.phases import Phase
+from monitor_doubles import FakeRun, draftmill, wait_until
 
 
 @pytest.mark.parametrize(

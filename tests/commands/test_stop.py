@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import FAKE_RUN, FakeRun, draftmill, wait_until
 
 from draftmill.errors import InputError
 from draftmill.monitor.detach import start_detached
@@ -20,6 +19,7 @@ from draftmill.monitor.phases import Phase
 from draftmill.monitor.process import Presence, ProcessIdentity
 from draftmill.monitor.status import read_status
 from draftmill.monitor.stop import stop_run
+from monitor_doubles import FAKE_RUN, FakeRun, draftmill, wait_until
 
 
 def test_stop_is_graceful(tmp_path: Path) -> None:

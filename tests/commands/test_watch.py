@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import FakeRun, draftmill
 
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.report import build_report
+from monitor_doubles import FakeRun, draftmill
 
 
 def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
@@ -175,3 +176,10 @@ def test_a_real_browser_draws_it(two_runs: Path, tmp_path: Path) -> None:
     )
     assert shot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert shot.stat().st_size > 40_000  # a blank page of this size takes a few kilobytes
+
+
+def test_the_pages_files_are_part_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["draftmill"]
+    for name in ("monitor/page/report.css", "monitor/page/report.js"):
+        assert any(Path(name).match(pattern) for pattern in patterns), f"package-data lacks {name}: {patterns}"

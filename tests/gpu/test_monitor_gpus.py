@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from monitor_doubles import GIB, wait_until
 
 from draftmill.monitor.gpus import read_gpus
 from draftmill.monitor.leftovers import run_processes
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.status import NoRun, RunStatus, read_status
+from monitor_doubles import GIB, wait_until
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.monitor_doubles import GIB, FakeGpus, FakeRun, wait_until
 
 from draftmill.monitor.gpus import Gpu, GpuError, GpuProcess, GpuWatch, NvmlSource, command, read_gpus
 from draftmill.monitor.leftovers import leftovers, render_processes, run_processes, start_warnings
 from draftmill.monitor.phases import Phase
+from monitor_doubles import GIB, FakeGpus, FakeRun, wait_until
 
 
 class MadeUpError(Exception):

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import wait_until
 
 from draftmill.errors import InputError
 from draftmill.monitor.lock import Lock, read_holder
 from draftmill.monitor.process import Presence, ProcessIdentity
+from monitor_doubles import wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import GIB, FakeGpus, wait_until
 
 from draftmill.errors import InputError
 from draftmill.monitor.gpus import Gpu, GpuProcess
@@ -25,6 +24,7 @@ from draftmill.monitor.layout import all_runs, find_run, require_run
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.monitor.state import StateFile, read_json
+from monitor_doubles import GIB, FakeGpus, wait_until
 
 CONFIG = "pipeline: {stall_s: 50}\ntrain: {log_every_s: 1000, lr: 0.001}\nmonitor: {trackers: []}\n"
 
@@ -139,11 +139,11 @@ def test_progress_keeps_what_it_is_not_told_and_takes_speed_and_acceptance_from_
     run.metrics({"step": 1, "loss": 2.0, "context_tokens": 1000, "context_tokens_per_s": 1000.0})
     run.metrics({"step": 2, "loss": 2.0, "context_tokens": 3000, "context_tokens_per_s": 1000.0 * 3})
     run.metrics({"step": 2, "accept_length": 3.5, "accept_by_slot": [0.9]})
-    run.progress(2, 100, epoch=0.5, epochs=2, loss=2.0, context_tokens_per_s=3000.0)
+    run.progress(2, 100, epoch=0.5, epochs=2, loss=2.0, context_tokens_per_s=123456.0)
     run.progress(3)
     run._recorder.write_now()
     assert state(run)["progress"] == {
-        "step": 3, "steps": 100, "epoch": 0.5, "epochs": 2, "loss": 2.0, "context_tokens_per_s": 3000.0,
+        "step": 3, "steps": 100, "epoch": 0.5, "epochs": 2, "loss": 2.0, "context_tokens_per_s": 2000.0,
         "mean_context_tokens_per_s": 2000.0, "accept_length": 3.5, "accept_step": 2,
     }  # fmt: skip
 

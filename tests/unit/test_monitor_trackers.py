@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.monitor_doubles import wait_until
 
 from draftmill.errors import InputError
 from draftmill.monitor import trackers
 from draftmill.monitor.trackers import TRACKERS, TrackedRun, TrackerFeed, check_installed, tagged
+from monitor_doubles import wait_until
 
 
 def make_run(directory: Path) -> TrackedRun:

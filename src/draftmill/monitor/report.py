@@ -265,7 +265,7 @@ def _summary(runs: list[_Run]) -> str:
             number(sum(recent) / len(recent) if recent else None, "{:.4f}"),
             number(best and best[1], "{:.2f}") + number(best and best[0], " (step {:,})"),
             number(_mean_speed(metrics), "{:.1f}", 1e-3),
-            number(max(metrics.series("peak_bytes")[1], default=None), "{:.1f}", 1 / _GIB),
+            number(max(metrics.series("peak_bytes")[1], default=0) or None, "{:.1f}", 1 / _GIB),
             number(_mean_of(metrics, "padding_share"), "{:.2f} %", 100),
             number(_mean_of(metrics, "target_wait_s"), "{:.3f} s a step"),
         ]

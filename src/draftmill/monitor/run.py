@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,8 @@ from draftmill.monitor.state import StateFile, finite, write_json
 from draftmill.monitor.stopping import StopMode, StopWish
 from draftmill.monitor.trackers import TrackedRun, TrackerFeed, check_installed
 
+_RECENT_STEPS = 20
+
 
 class RunDirectory:
     """One run's directory, open for writing by the process that runs it. Use `create`, in a `with` statement.
@@ -71,6 +74,7 @@ class RunDirectory:
         self._stop = StopWish(path)
         self._told_stall = False
         self._num_tokens, self._token_s = 0.0, 0.0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_STEPS)
         self._closed = False
         self._recorder = Recorder(StateFile(path / STATE_FILE), self._stall_s, self._every_second, self.warn, previous)
         self._log = RunLog(path, self._device_of, self._recorder.add_warning, console=console)
@@ -165,6 +169,7 @@ class RunDirectory:
         if tokens and rate:
             self._num_tokens += tokens
             self._token_s += tokens / rate
+            self._recent.append((tokens, tokens / rate))
         if record.get("accept_length") is not None:
             self._recorder.add_figures({"accept_length": record["accept_length"], "accept_step": record.get("step")})
 
@@ -191,11 +196,13 @@ class RunDirectory:
     ) -> None:
         """Say how far the run is; logs a step line every train.log_every_s seconds.
 
-        None keeps the last value. The mean speed and the acceptance length are also taken from `metrics`, where they
-        are not given here.
+        None keeps the last value. Speeds come from `metrics` where it was told of them: the mean over all steps, and
+        as the present one that of the last 20, for steps that are reported together have no speed of their own.
+        The acceptance length comes from there too.
         """
-        if mean_context_tokens_per_s is None and self._token_s > 0.0:
+        if self._recent:
             mean_context_tokens_per_s = self._num_tokens / self._token_s
+            context_tokens_per_s = sum(tokens for tokens, _ in self._recent) / sum(s for _, s in self._recent)
         figures: dict[str, Any] = {
             "step": step,
             "steps": steps,

@@ -68,7 +68,7 @@ def _head(status: RunStatus, width: int, ascii_only: bool) -> RenderableType:
     lines: list[RenderableType] = [first]
     if status.reason:
         lines.append(Text(status.reason, style))
-    if status.stop != "no":
+    if status.stop != "no" and status.presence == "running":
         lines.append(Text("asked to stop " + ("at once" if status.stop == "now" else "after its step"), "yellow"))
     progress = status.progress
     step, steps = progress.get("step"), progress.get("steps")

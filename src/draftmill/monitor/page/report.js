@@ -82,14 +82,23 @@ function lines(chart) {
   return found;
 }
 
+// The range of what is drawn. A few values far above all others are cut off, or one slow or odd step would flatten
+// the rest; the numbers above the chart still tell them.
 function extent(found, log) {
   let low = Infinity, high = -Infinity, left = Infinity, right = -Infinity;
+  const values = [];
   for (const line of found) {
     line.y.forEach((value, at) => {
       if (value === null || (log && value <= 0) || line.x[at] === null) return;
       low = Math.min(low, value); high = Math.max(high, value);
+      values.push(value);
       left = Math.min(left, line.x[at]); right = Math.max(right, line.x[at]);
     });
+  }
+  if (values.length > 100 && !log) {
+    values.sort((a, b) => a - b);
+    const usual = values[Math.floor(0.99 * (values.length - 1))];
+    if (usual > low && high - low > 2.5 * (usual - low)) high = low + 1.2 * (usual - low);
   }
   return { low, high, left, right };
 }
@@ -139,7 +148,7 @@ function draw(item) {
   element(svg, "line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right, y1: HEIGHT - MARGIN.bottom, y2: HEIGHT - MARGIN.bottom });
   const clip = (y) => Math.min(HEIGHT - MARGIN.bottom, Math.max(MARGIN.top, y));
   for (const line of found) {
-    const points = line.y.map((y, at) => [X(line.x[at]), y === null || (log && y <= 0) ? NaN : Y(y)]);
+    const points = line.y.map((y, at) => [X(line.x[at]), y === null || (log && y <= 0) ? NaN : clip(Y(y))]);
     if (line.low && line.low.length > 2) {
       const edge = (values) => values.map((y, at) => [X(line.x[at]), clip(Y(log ? Math.max(y, box.low) : y))]);
       element(svg, "path", { class: "band", fill: colour(line.index), d: path(edge(line.high).concat(edge(line.low).reverse())) + "Z" });
