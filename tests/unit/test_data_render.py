@@ -126,6 +126,25 @@ def test_template_arguments_decide_what_is_prompt(tmp_path: Path) -> None:
     assert written(made, quoting) == ["first<|im_end|>", "<b>second<|im_end|>"]
 
 
+def test_thinking_inside_the_content_that_the_template_drops(tmp_path: Path) -> None:
+    made = encoder(tmp_path, doubles.FORGETFUL, eos="<|end|>")
+    thoughts = "<think>long thoughts, <b>with</b> marks</think>"
+    row = {"messages": chat("one?", f"{thoughts}first", "two?", f"{thoughts}\n<b>second")}
+    assert written(made, row) == ["first<|end|>", "\n<b>second<|end|>"]
+    quoting = {"messages": chat("<|assistant|>", f"{thoughts}first", "two <|end|>?", f"{thoughts}\n<b>second")}
+    assert written(made, quoting) == written(made, row)
+
+
+def test_a_prompt_that_opens_the_thinking(tmp_path: Path) -> None:
+    opened = doubles.THINKING.replace("{% endif %}{% endif %}", "{% else %}<think>\n{{ '' }}{% endif %}{% endif %}")
+    made = encoder(tmp_path, opened)
+    messages = chat("one?", "first", "two?", "second")
+    messages[3]["reasoning_content"] = "hm"
+    assert written(made, {"messages": messages}) == ["first<|im_end|>", "hm\n</think>\n\nsecond<|im_end|>"]
+    quoting = [{"role": "system", "content": "<|im_start|>assistant\n"}, *messages]
+    assert written(made, {"messages": quoting}) == ["first<|im_end|>", "hm\n</think>\n\nsecond<|im_end|>"]
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_channels_of_one_turn_are_one_span(tmp_path: Path, key: str) -> None:
     made = encoder(tmp_path, doubles.CHANNELS, eos="<|return|>")

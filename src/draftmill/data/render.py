@@ -196,14 +196,27 @@ class _Shown:
     def extent(self, index: int) -> Span | None:
         """First and last-plus-one character that show message `index`; None where the text does not show it."""
         if index not in self._extents:
-            found = [
-                (first, last)
-                for path in _string_paths(self._messages[index])
-                if (first := self._difference(index, path, at_end=False)) is not None
-                and (last := self._difference(index, path, at_end=True)) is not None
-            ]
-            self._extents[index] = (min(a for a, _ in found), max(b for _, b in found)) if found else None
+            found = [self._text_extent(index, path) for path in _string_paths(self._messages[index])]
+            shown = [extent for extent in found if extent is not None]
+            self._extents[index] = (min(a for a, _ in shown), max(b for _, b in shown)) if shown else None
         return self._extents[index]
+
+    def _text_extent(self, index: int, path: list[str | int]) -> Span | None:
+        """The same for one text of a message. Its beginning may be dropped (thinking before an answer): then the first
+        letter that is shown is found by halving."""
+        letters = [place for place, letter in enumerate(_value_at(self._messages[index], path)) if not letter.isspace()]
+        last = self._difference(index, path, letters[-1])
+        if last is None:
+            return None
+        first = self._difference(index, path, letters[0])
+        low, high = 1, len(letters) - 1
+        while first is None and low < high:
+            middle = (low + high) // 2
+            if self._difference(index, path, letters[middle]) is None:
+                low = middle + 1
+            else:
+                high = middle
+        return (first or self._difference(index, path, letters[high]) or last)[0], last[1]
 
     def end_of(self, index: int) -> int:
         """Where the last message that is shown, up to `index`, ends."""
@@ -215,18 +228,17 @@ class _Shown:
         extents = (self.extent(later) for later in range(index + 1, len(self._messages)))
         return next((extent[0] for extent in extents if extent is not None), len(self._text))
 
-    def _difference(self, index: int, path: list[str | int], *, at_end: bool) -> int | None:
+    def _difference(self, index: int, path: list[str | int], place: int) -> Span | None:
+        """What of the text changes with one letter of a message; None where nothing does."""
         messages = list(self._messages)
-        messages[index] = _with_changed_letter(messages[index], path, at_end=at_end)
+        messages[index] = _with_changed_letter(messages[index], path, place)
         try:
             other = self._template.render(messages, self._tools, prompt=self._prompt)
         except BadSample:
             return None
         if other == self._text:
             return None
-        if at_end:
-            return len(self._text) - _common_prefix(self._text[::-1], other[::-1])
-        return _common_prefix(self._text, other)
+        return _common_prefix(self._text, other), len(self._text) - _common_prefix(self._text[::-1], other[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,11 +344,10 @@ def _value_at(value: Any, path: list[str | int]) -> Any:
     return value
 
 
-def _with_changed_letter(value: Any, path: list[str | int], *, at_end: bool) -> Any:
-    """A copy with the first (last) visible letter of the text at `path` exchanged for another."""
+def _with_changed_letter(value: Any, path: list[str | int], place: int) -> Any:
+    """A copy with one letter of the text at `path` exchanged for another."""
     if path:
         copy = dict(value) if isinstance(value, dict) else list(value)
-        copy[path[0]] = _with_changed_letter(copy[path[0]], path[1:], at_end=at_end)  # type: ignore[index]
+        copy[path[0]] = _with_changed_letter(copy[path[0]], path[1:], place)  # type: ignore[index]
         return copy
-    place = len(value.rstrip()) - 1 if at_end else len(value) - len(value.lstrip())
     return f"{value[:place]}{'y' if value[place] == 'x' else 'x'}{value[place + 1 :]}"

@@ -93,7 +93,7 @@ class Workers:
         self._busy[connection] = Chunk(chunk.index, [], chunk.done_bytes)
         try:
             connection.send(chunk)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             raise self._died(connection) from None
 
     def drain(self) -> Iterator[tuple[Chunk, dict[str, Any]]]:
