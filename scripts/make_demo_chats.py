@@ -44,7 +44,7 @@ _PLANS = {
     "gsm_symbolic": Plan(720, 160, 330, 16),
     "rectangles": Plan(290, 208, 210, 8),
     "units": Plan(340, 128, 210, 8),
-    "records": Plan(250, 128, 210, 8),
+    "records": Plan(250, 128, 183, 8),
     "general": Plan(552, 96, 240, 20),
 }
 
