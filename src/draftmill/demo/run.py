@@ -42,9 +42,9 @@ PROMPTS = {"cpu": 10, "cuda": 40}
 NEW_TOKENS = {"cpu": 96, "cuda": 160}
 RECIPE: dict[str, dict[str, Any]] = {
     "cpu": {
-        "data": {"token_budget": 1024, "min_rows": 1, "max_rows": 16, "round_to": 8, "heldout": 32},
-        "drafter": {"num_layers": 3, "num_taps": 3, "block_size": 8},
-        "train": {"epochs": 1, "num_anchors": 192, "lr": 1.0e-3, "evaluate_every": 40},
+        "data": {"token_budget": 512, "min_rows": 1, "max_rows": 16, "round_to": 8, "heldout": 32},
+        "drafter": {"num_layers": 3, "num_taps": 3, "block_size": 4, "init": "target"},
+        "train": {"epochs": 1, "num_anchors": 128, "anchor_draws": 2, "lr": 2.0e-3, "evaluate_every": 200},
     },
     "cuda": {
         "data": {"token_budget": 8192, "min_rows": 1, "max_rows": 64, "round_to": 16, "heldout": 64},

@@ -81,9 +81,11 @@ def loss_chunk(
         weights_R = by_block.flatten()
     if not with_slope:
         return cross_entropy, weights_R, correct, hidden_RH
-    slope = log_probability.exp_().scatter_add_(
-        1, labels_R[:, None], torch.full_like(labels_R[:, None], -1, dtype=wide.dtype)
-    )
+    slope = log_probability.exp_()
+    if slope.is_cuda:  # fused with what is around it
+        slope = slope - (torch.arange(slope.shape[1], device=slope.device) == labels_R[:, None]).float()
+    else:
+        slope[torch.arange(slope.shape[0]), labels_R] -= 1.0
     if head.logit_softcap is not None:
         slope = slope * (1.0 - (wide / head.logit_softcap).square())
     # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -158,6 +160,17 @@ def own_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
         yield stream
 
 
+_CORES = threading.Lock()
+
+
+def cores(device: torch.device) -> AbstractContextManager[Any]:
+    """What a worker holds while it computes: on a CPU all cores are one device, and one worker has them at a time.
+
+    Two teams of OpenMP threads on the same cores would wait for one another at every barrier.
+    """
+    return _CORES if device.type == "cpu" else contextlib.nullcontext()
+
+
 class TargetWorker(Worker):
     """Runs one target replica over the batches, in order, shared with the other target workers."""
 
@@ -195,7 +208,8 @@ class TargetWorker(Worker):
                 waited = time.monotonic()
                 self.drafter_wait_s += waited - asked
                 self.beats.beat("forward", batch.sequence, wait_s=waited - started)
-                written = self._fill(replica, batch, slot)
+                with cores(self.device):
+                    written = self._fill(replica, batch, slot)
                 channel.fill(number, batch, written)
                 self.beats.beat("handing over", batch.sequence, busy_s=time.monotonic() - waited)
             self.beats.beat("done")
@@ -275,8 +289,9 @@ class DrafterWorker(Worker):
             replica.begin_evaluation()
             for _ in range(self.stream.heldout_per_drafter):
                 number, slot = self._take(ticket.step)
-                replica.load(slot, 0)
-                replica.evaluate()
+                with cores(self.device):
+                    replica.load(slot, 0)
+                    replica.evaluate()
                 self._release(number, slot)
             collective.sum_(*replica.evaluated())
             return replica.evaluation_result()
@@ -284,8 +299,9 @@ class DrafterWorker(Worker):
         self._group(replica, ticket.step)
         self.beats.beat("waiting for drafters" if collective.size > 1 else "update", ticket.step)
         collective.sum_(*replica.reducible())
-        replica.update(ticket.step)
-        return replica.step_result()
+        with cores(self.device):
+            replica.update(ticket.step)
+            return replica.step_result()
 
     def _group(self, replica: DrafterReplica, step: int) -> None:
         """Forward and backward over the group's batches; with several draws the slots are held until the last."""
@@ -296,8 +312,9 @@ class DrafterWorker(Worker):
             if fresh:
                 self.held.append(self._take(step))
             number, slot = self.held[index] if draws > 1 else self.held.pop()
-            replica.load(slot, draw)
-            replica.accumulate()
+            with cores(self.device):
+                replica.load(slot, draw)
+                replica.accumulate()
             if last:
                 self._release(number, slot)
         if last:

@@ -42,6 +42,7 @@ class FlatParameters:
             self.places[name] = Place(size, parameter.shape)
             size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.num_matrix_elements = getattr(self, "num_matrix_elements", size)
+        self.size = size
         self.master = torch.zeros(size, device=device, dtype=torch.float32)
         for name, parameter in named:
             self.view(self.master, name).copy_(parameter.data)

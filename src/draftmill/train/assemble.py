@@ -23,7 +23,6 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.channel import Channel
 from draftmill.pipeline.collective import Collective, shared_store
 from draftmill.pipeline.features import FeatureCache
-from draftmill.pipeline.placement import Placement
 from draftmill.pipeline.supervision import Supervisor
 from draftmill.pipeline.team import Team
 from draftmill.pipeline.workers import DrafterWorker, Result, Route, TargetWorker
@@ -40,17 +39,6 @@ from draftmill.train.setup import Setup
 
 LOOKAHEAD = 2
 """Tickets under way: one being worked on, one waiting, so that no drafter waits for the main thread."""
-
-
-def share_cores(placement: Placement) -> Callable[[], None]:
-    """What a CPU worker calls in its thread: as many threads for it as cores fall to each CPU worker.
-
-    Teams of OpenMP threads of several workers on the same cores would wait for one another at every barrier.
-    """
-    devices = [*placement.drafters, *(group[0] for group in placement.targets)]
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    threads = max(1, torch.get_num_threads() // max(1, on_cpu))
-    return lambda: torch.set_num_threads(threads)
 
 
 class TapsReplica:
@@ -196,20 +184,13 @@ def _build_team(
         heartbeats.append(run.worker(name, str(device)))
         return heartbeats[-1]
 
-    settle = share_cores(placement)
-
-    def build_taps(target: Target) -> TapsReplica:
-        if target.device.type == "cpu":
-            settle()
-        return TapsReplica(target, setup.shape.target_layer_ids)
-
     target_workers = [
         TargetWorker(
             name := f"target-{index}",
             group[0],
             supervisor,
             beats(name, group[0]),
-            lambda target=target: build_taps(target),  # type: ignore[misc]
+            lambda target=target: TapsReplica(target, setup.shape.target_layer_ids),  # type: ignore[misc]
             loader,
             route,
             cache,
@@ -223,8 +204,6 @@ def _build_team(
         results: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
         def build(number: int = number, device: torch.device = device) -> tuple[Replica, Collective]:
-            if device.type == "cpu":
-                settle()
             replica = build_replica(setup, loaded, device, run.log)
             prepare(replica, number)
             return replica, Collective(store, number, stream.num_drafters, device)
