@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from draftmill.compiling import record_graph
 from draftmill.config import TrainConfig
 from draftmill.drafter.attention import Attention
 from draftmill.drafter.loss import LossRule
 from draftmill.records import Blocks
 from draftmill.step.compiled import CompiledStep, compile_piece
 from draftmill.step.eager import EagerStep, default_attention, flex_attention_choice
-from draftmill.step.graphed import GraphedStep, record_graph
+from draftmill.step.graphed import GraphedStep
 from draftmill.step.state import StepState
 from draftmill.train.optimizer import FlatAdamW
 from step_contender import Inputs

@@ -16,11 +16,12 @@ from typing import Protocol
 
 import torch
 
+from draftmill.compiling import BUILD_LOCK, record_graph
 from draftmill.config import StepChoice
 from draftmill.records import Blocks
-from draftmill.step.compiled import BUILD_LOCK, CompiledStep, compile_piece
+from draftmill.step.compiled import CompiledStep, compile_piece
 from draftmill.step.eager import EagerStep
-from draftmill.step.graphed import GraphedStep, record_graph
+from draftmill.step.graphed import GraphedStep
 from draftmill.step.state import StepState
 
 TOLERANCE = {torch.bfloat16: (2e-2, 2e-3), torch.float32: (1e-4, 1e-5)}

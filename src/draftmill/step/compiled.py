@@ -7,23 +7,14 @@ process, every worker compiles code objects of its own, and a recompilation afte
 from __future__ import annotations
 
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from draftmill.compiling import own_code
 from draftmill.step.eager import AttentionChoice, EagerStep, default_attention, flex_attention_choice
 from draftmill.step.state import StepState
-
-BUILD_LOCK = threading.RLock()
-"""Held over every compilation, warm-up and capture in the process."""
-
-
-def own_code(function: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """The same function with a code object of its own, so that workers do not share Dynamo's cache entries."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{owner}")
-    return types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
 
 def compile_piece(function: Callable[..., Any], owner: str) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ Capture runs with capture_error_mode="thread_local": other threads may allocate,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from draftmill.compiling import record_graph
 from draftmill.step.compiled import CompiledStep
 from draftmill.step.state import StepState
 
@@ -72,11 +72,3 @@ class GraphedStep(CompiledStep):
 
     def _record(self, name: str | int, work: Callable[[], None]) -> None:
         self._graphs[name] = record_graph(work, self._pool)
-
-
-def record_graph(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Capture what `work` launches on the current stream of this thread, which must not be a device's default one."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        work()
-    return graph

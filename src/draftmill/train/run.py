@@ -13,6 +13,7 @@ import torch
 from draftmill import __version__
 from draftmill.checkpoint import resume as resuming
 from draftmill.checkpoint.store import Checkpoint
+from draftmill.compiling import BUILD_LOCK
 from draftmill.config import Config
 from draftmill.errors import InputError
 from draftmill.monitor.phases import Phase
@@ -20,7 +21,6 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.pipeline.team import Stalled
-from draftmill.step.compiled import BUILD_LOCK
 from draftmill.train.assemble import load_targets, running_team
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
