@@ -103,7 +103,7 @@ def train(choice: str, dtype: torch.dtype, steps: int, **shape) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("choice", ["compiled", "graphed"])
-@pytest.mark.parametrize("shape", [{}, {"window": 100}, {"block": 8}], ids=["plain", "sliding", "blocks of 8"])
+@pytest.mark.parametrize("shape", [{}, {"window": 100, "block": 8}], ids=["full", "sliding, blocks of 8"])
 def test_one_batch_equals_the_dense_reference_in_float32(choice: str, shape: dict) -> None:
     def work():
         reference, state = make_state(torch.float32, **shape), make_state(torch.float32, **shape)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftmill.compiling import own_code
-from draftmill.step.eager import AttentionChoice, EagerStep, default_attention, flex_attention_choice
+from draftmill.step.eager import AttentionChoice, EagerStep, dense_attention_choice, flex_attention_choice
 from draftmill.step.state import StepState
 
 
@@ -34,7 +34,7 @@ class CompiledStep(EagerStep):
 
     def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
         on_cuda = state.device.type == "cuda"
-        super().__init__(state, attention or (flex_attention_choice if on_cuda else default_attention))
+        super().__init__(state, attention or (flex_attention_choice if on_cuda else dense_attention_choice))
         owner = f"{self.name}_{threading.get_native_id()}"
         self._trunk = compile_piece(EagerStep.trunk, owner)
         self._trunk_only = compile_piece(EagerStep.trunk, f"{owner}_forward")

@@ -128,8 +128,13 @@ def default_attention(state: StepState) -> Callable[[Blocks], Attention]:
         return lambda blocks: per_document_attention(shape, blocks)
     queries = state.shape.anchor_slots * shape.block_size
     if queries * (state.shape.context_slots + queries) <= DENSE_LIMIT:
-        return lambda blocks: dense_attention(shape, blocks)
+        return dense_attention_choice(state)
     return flex_attention_choice(state, torch.compile(flex_attention, dynamic=False))
+
+
+def dense_attention_choice(state: StepState) -> Callable[[Blocks], Attention]:
+    """The dense reference; reads nothing on the host, so it can be compiled on a CPU."""
+    return lambda blocks: dense_attention(state.drafter_shape, blocks)
 
 
 def flex_attention_choice(state: StepState, kernel: FlexKernel = flex_attention) -> Callable[[Blocks], Attention]:

@@ -28,6 +28,7 @@ class FlatAdamW:
 
     def __init__(self, flat: FlatParameters, config: TrainConfig) -> None:
         self.flat, self.config = flat, config
+        self._has_copy = flat.weights is not flat.master
         device = flat.master.device
         self.first = torch.zeros_like(flat.master)
         self.second = torch.zeros_like(flat.master)
@@ -59,7 +60,7 @@ class FlatAdamW:
                     self.first[part],
                     self.second[part],
                     flat.gradient[part],
-                    None if flat.weights is flat.master else flat.weights[part],
+                    flat.weights[part] if self._has_copy else None,
                     (lr, factor, *corrections),
                     (beta1, beta2, config.eps, decay),
                 )
@@ -69,7 +70,7 @@ class FlatAdamW:
         gradient = self.flat.gradient
         if gradient.is_cuda:
             return torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        squares = [piece.float().square_().sum() for piece in gradient.split(CPU_PIECE)]
+        squares = [piece.float().square().sum() for piece in gradient.split(CPU_PIECE)]
         return torch.stack(squares).sum().sqrt()
 
     def _parts(self) -> list[tuple[slice, float]]:
