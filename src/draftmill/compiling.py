@@ -20,7 +20,9 @@ BUILD_LOCK = threading.RLock()
 def own_code(function: Callable[..., Any], owner: str) -> Callable[..., Any]:
     """The same function with a code object of its own, so that workers do not share Dynamo's cache entries."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{owner}")
-    return types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def record_graph(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:

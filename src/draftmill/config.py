@@ -118,6 +118,9 @@ class DrafterConfig(_Section):
     """Window, in tokens, of the sliding layers."""
     sliding_layers: list[int] = []
     """Drafter layers that see only the window and are causal inside a block."""
+    rotary: Literal["target", "full"] = "target"
+    """How much of a head turns with the position. target: as much as in the target, so a quarter for Qwen3.5, which
+    vLLM reads from the exported config; full: all of it, as SGLang and the published drafters of such targets do."""
     init: Literal["normal", "target"] = "normal"
     """normal: N(0, 0.02) and norms of 1; target: layers start from the target's own last layers."""
     from_checkpoint: str | None = None

@@ -56,6 +56,7 @@ SHAPE_SETTINGS = frozenset(
         "drafter.mask_token_id",
         "drafter.sliding_window",
         "drafter.sliding_layers",
+        "drafter.rotary",
     }
 )
 """Settings that say nothing but the drafter's shape, which is compared itself: five taps by number or by name are the

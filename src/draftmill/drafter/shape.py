@@ -163,7 +163,7 @@ def shape_for(config: Any, drafter: DrafterConfig, mask_token_id: int) -> Drafte
         mask_token_id=mask_token_id,
         target_layer_ids=layer_ids,
         num_target_layers=num_target_layers,
-        rope=rope_of(text),
+        rope=_rope_for(text, drafter),
         max_position_embeddings=need("max_position_embeddings"),
         sliding_window=drafter.sliding_window,
         sliding_layers=tuple(sorted(set(drafter.sliding_layers))),
@@ -197,6 +197,13 @@ def rope_of(text: Any) -> dict[str, Any]:
         if rope["rope_type"] == "mrope":
             rope["rope_type"] = "default"
     return {key: value for key, value in rope.items() if value is not None}
+
+
+def _rope_for(text: Any, drafter: DrafterConfig) -> dict[str, Any]:
+    rope = rope_of(text)
+    if drafter.rotary == "full":
+        rope.pop("partial_rotary_factor", None)
+    return rope
 
 
 def with_block_size(shape: DrafterShape, block_size: int) -> DrafterShape:

@@ -1,18 +1,33 @@
 """Loading targets: any Hugging Face causal LM from a local folder or the hub, once a host, cut or whole.
 
-Owns how a name becomes a `Target`. Turns every way in which loading fails for the user's input into one clear line.
+Owns how a name becomes a `Target`, and how one that was read becomes a replica on each target device. Turns every way
+in which loading fails for the user's input into one clear line.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from draftmill.errors import InputError
 from draftmill.target.model import Target
+from draftmill.target.spread import connect, parts_of, spread
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -25,29 +40,138 @@ DTYPES: dict[str, torch.dtype | str] = {
 def load_target(
     model: str,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | Sequence[torch.device | str] = "cpu",
     dtype: str = "bfloat16",
     revision: str | None = None,
     trust_remote_code: bool = False,
     last_layer: int | None = None,
     with_tokenizer: bool = True,
 ) -> Target:
-    """Load a target onto one device.
+    """Load a target onto one device, or spread it over several.
 
-    model: local folder or hub id. dtype: a key of DTYPES. last_layer: cut after this 0-based layer; None keeps all.
-    Raises InputError where the model is missing, is no causal LM, or holds code that may not run.
+    model: local folder or hub id. dtype: a key of DTYPES; a quantized checkpoint keeps its own. last_layer: cut after
+    this 0-based layer; None keeps all.
+    Raises InputError where the model is missing, is no causal LM, holds code that may not run, or is quantized in a way
+    whose package is not installed.
     """
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = load_config(model, **options)
-    loaded = _explained(
-        model, lambda: AutoModelForCausalLM.from_pretrained(model, config=config, dtype=DTYPES[dtype], **options)
-    )
-    tokenizer = load_tokenizer(model, **options) if with_tokenizer else None
-    target = Target(loaded, tokenizer)
-    if last_layer is not None:
-        target.cut_after(last_layer)
-    target.model.to(device)
+    names = [device] if isinstance(device, str | torch.device) else list(device)
+    source = TargetSource(model, dtype, revision, trust_remote_code)
+    first = source.read([torch.device(name) for name in names])
+    target = source.place(first, [torch.device(name) for name in names], last_layer, move=True)
+    if with_tokenizer:
+        target.tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
     return target
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """Where a target's weights come from, and in which type they are wanted."""
+
+    model: str
+    dtype: str = "bfloat16"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def config(self) -> Any:
+        """The target's Hugging Face configuration. Raises InputError."""
+        return load_config(self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def read(self, devices: Sequence[torch.device]) -> Target:
+        """Read the whole target: onto the host, or where it is quantized onto the devices that it is for.
+
+        Raises InputError.
+        """
+        config = self.config()
+        if not is_quantized(config):
+            return Target(self._load(config, dtype=DTYPES[self.dtype]))
+        return self._read_quantized(config, devices)
+
+    def place(
+        self, first: Target, devices: Sequence[torch.device], last_layer: int | None = None, *, move: bool = False
+    ) -> Target:
+        """A replica on these devices, cut after `last_layer`, of the target that was read first.
+
+        move: the first one itself may become the replica. A quantized target can't be copied: unless it may be moved it
+        is read anew. Raises InputError.
+        """
+        if is_quantized(first.config) and not move:
+            first = self._read_quantized(self.config(), devices)
+        if last_layer is not None:
+            first.cut_after(last_layer)
+        if is_quantized(first.config):
+            return first
+        try:
+            if len(devices) > 1:
+                return spread(first, devices)
+            if not move:
+                return first.replica(devices[0])
+            first.model.to(devices[0])
+        except torch.OutOfMemoryError:
+            raise self._too_large(devices) from None
+        return first
+
+    def _read_quantized(self, config: Any, devices: Sequence[torch.device]) -> Target:
+        if importlib.util.find_spec("accelerate") is None:
+            raise InputError(
+                f"target {self.model!r} is quantized, which transformers loads with the package accelerate; "
+                "pip install accelerate"
+            )
+        if len(devices) == 1:
+            return Target(self._load(config, devices, dtype="auto", device_map={"": devices[0]}))
+        with torch.device("meta"):
+            empty = Target(_explained(self.model, lambda: _auto_class(config).from_config(config)))
+        parts = parts_of(empty, devices)
+        loaded = self._load(config, devices, dtype="auto", device_map=parts)
+        from accelerate.hooks import remove_hook_from_module
+
+        target = Target(remove_hook_from_module(loaded, recurse=True))
+        connect(target, parts)
+        return target
+
+    def _load(self, config: Any, devices: Sequence[torch.device] = (), **options: Any) -> Any:
+        """The model, every one of its weights read: transformers would draw missing ones at random."""
+        try:
+            model, found = _explained(
+                self.model,
+                lambda: _auto_class(config).from_pretrained(
+                    self.model,
+                    config=config,
+                    revision=self.revision,
+                    trust_remote_code=self.trust_remote_code,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
+                ),
+            )
+        except torch.OutOfMemoryError:
+            raise self._too_large(devices) from None
+        wrong = sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+            raise InputError(
+                f"target {self.model!r} lacks {len(wrong)} of the weights that {type(model).__name__} needs, or has "
+                f"them in another shape: {shown}; give a complete checkpoint"
+            )
+        return model
+
+    def _too_large(self, devices: Sequence[torch.device]) -> InputError:
+        return InputError(
+            f"target {self.model!r} does not fit into the memory of {', '.join(str(device) for device in devices)}; "
+            "spread it over several devices, as in target.devices: [[cuda:0, cuda:1]]"
+        )
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether a checkpoint of this configuration holds quantized weights."""
+    texts = (config, config.get_text_config())
+    return any(getattr(each, "quantization_config", None) for each in texts)
+
+
+def _auto_class(config: Any) -> Any:
+    """The transformers class that loads a model of this configuration with its LM head."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -74,7 +198,9 @@ def looks_local(model: str) -> bool:
 def _explained(model: str, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
             f"target {model!r} can't be loaded: {reason} (wanted: a local folder or hub id of a Hugging Face causal LM)"

@@ -38,8 +38,9 @@ class Target:
         self.tokenizer = tokenizer
         self.config = model.config
         model.eval().requires_grad_(False)
+        self.decoder = find_decoder(model)
         self.layers_path = layers_path or find_decoder_layers(model)
-        self.layers: nn.ModuleList = model.get_decoder().get_submodule(self.layers_path)
+        self.layers: nn.ModuleList = self.decoder.get_submodule(self.layers_path)
         self.num_layers = len(self.layers)
 
     @property
@@ -47,18 +48,35 @@ class Target:
         """Where the inputs go: the device of the embedding."""
         return self.model.get_input_embeddings().weight.device
 
+    @property
+    def output_device(self) -> torch.device:
+        """The device of the last layer, where features are gathered; another than `device` only in a group."""
+        return next(self.layers[-1].parameters()).device
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's own configuration, also where it is nested in a multimodal one."""
+        return self.config.get_text_config()
+
     def head(self) -> TargetHead:
         """The embedding and LM head of this replica, on its device, in its type; tied matrices are one tensor.
 
-        Raises InputError where the model has no LM head (it was cut) or one with a bias.
+        Raises InputError where the model has no LM head (it was cut), a quantized one, or one with a bias.
         """
         embedding = self.model.get_input_embeddings().weight
         output = self.model.get_output_embeddings()
+        name = type(self.model).__name__
         if output is None or not hasattr(output, "weight"):
-            raise InputError(f"the target {type(self.model).__name__} has no LM head to train a drafter against")
+            raise InputError(f"the target {name} has no LM head to train a drafter against")
         if getattr(output, "bias", None) is not None:
-            raise InputError(f"the LM head of {type(self.model).__name__} has a bias, which no DFlash engine serves")
-        text = self.config.get_text_config()
+            raise InputError(f"the LM head of {name} has a bias, which no DFlash engine serves")
+        for part, matrix in (("embedding", embedding), ("LM head", output.weight)):
+            if matrix.dim() != 2 or matrix.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                raise InputError(
+                    f"the {part} of {name} is quantized ({matrix.dtype}, shape {tuple(matrix.shape)}); a drafter needs "
+                    "it in bfloat16, float16 or float32"
+                )
+        text = self.text_config
         embedding_VH = embedding.data
         return TargetHead(
             embedding_VH,
@@ -69,17 +87,22 @@ class Target:
         )
 
     def cut_after(self, layer: int) -> None:
-        """Drop the layers after `layer`, the LM head and what they hold. Features stay the same; logits are gone."""
+        """Drop the layers after `layer`, and all that lies beside the decoder: LM head, vision tower, projectors.
+
+        Features stay the same; logits are gone.
+        """
         del self.layers[layer + 1 :]
-        for owner in (self.model, getattr(self.model, "model", None)):
-            if owner is not None and isinstance(getattr(owner, "lm_head", None), nn.Module):
-                owner.lm_head = nn.Identity()
+        _keep_only(self.model, [self.decoder, self.model.get_input_embeddings()])
 
     def replica(self, device: torch.device | str) -> Target:
-        """A copy on another device; weights go there directly, without a second copy on the host."""
+        """A copy on a device; weights go there directly, without a second copy on the host, and are shared if there."""
+        return self.copied(lambda _tensor: torch.device(device))
+
+    def copied(self, device_of: Any) -> Target:
+        """A copy whose every parameter and buffer lies on the device that `device_of` gives for it."""
         memo: dict[int, Any] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            moved = tensor.data.to(device)
+            moved = tensor.data.to(device_of(tensor))
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
         return Target(copy.deepcopy(self.model, memo), self.tokenizer, self.layers_path)
 
@@ -108,23 +131,51 @@ class Target:
 
         Right padding needs no attention mask: under a causal target no real token sees it.
         """
-        self.model.get_decoder()(input_ids=tokens_BS, use_cache=False, **inputs)
+        self.decoder(input_ids=tokens_BS, use_cache=False, **inputs)
+
+
+def find_decoder(model: Any) -> Any:
+    """The module that runs the decoder layers, without an LM head, also inside a multimodal model.
+
+    Raises InputError, naming the architecture, where there is none.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(f"the target's architecture {name} has an encoder; a drafter needs a decoder-only target")
+    try:
+        decoder = model.get_decoder()
+        while (inner := decoder.get_decoder()) is not decoder:  # a language model with its own head, nested
+            decoder = inner
+    except AttributeError as error:
+        raise InputError(f"the target's architecture {name} is not a causal language model: {error}") from None
+    return decoder
 
 
 def find_decoder_layers(model: Any) -> str:
-    """Path of the decoder layers' ModuleList inside the model's decoder. Raises InputError, naming the architecture, where they can't be found."""
+    """Path of the decoder layers' ModuleList inside the model's decoder.
+
+    Raises InputError, naming the architecture, where they can't be found.
+    """
     name = type(model).__name__
-    try:
-        decoder = model.get_decoder()
-        text = model.config.get_text_config()
-        count = text.num_hidden_layers
-    except AttributeError as error:
-        raise InputError(f"the target's architecture {name} is not a causal language model: {error}") from None
-    found = [
-        (path.count("."), path)
+    decoder = find_decoder(model)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [
+        (path.count("."), -sum(parameter.numel() for parameter in module.parameters()), path)
         for path, module in decoder.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    if not found:
+    if not lists:
         raise InputError(f"the decoder layers of the target's architecture {name} can't be found ({count} expected)")
-    return min(found)[1]
+    return min(lists)[2]  # the outermost, and the largest of several
+
+
+def _keep_only(module: nn.Module, kept: Sequence[nn.Module]) -> None:
+    """Replace every submodule that neither is one of `kept` nor holds one by an empty one."""
+    for name, child in module.named_children():
+        if any(child is one for one in kept):
+            continue
+        inside = set(child.modules())
+        if any(one in inside for one in kept):
+            _keep_only(child, kept)
+        else:
+            setattr(module, name, nn.Identity())

@@ -1,0 +1,204 @@
+"""How a target's forward runs: the contract, eager, and the choice by measurement.
+
+    eager     the model as transformers runs it, on CUDA with fused kernels where they are known (step_fused.py)
+    compiled  one decoder layer of each kind compiled and used for all of them, for batches of any shape
+              (step_compiled.py)
+    graphed   the whole forward captured, for packed rows, which have one shape (step_graphed.py)
+    auto      on a CPU eager; on CUDA each of them is tried on the first batch, and the fastest that gives the features
+              of the plain model is kept
+
+Built in the worker's own thread and on its stream, when the first batch is there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draftmill.compiling import BUILD_LOCK
+from draftmill.config import StepChoice
+from draftmill.errors import InputError
+from draftmill.target.attention import Packing
+from draftmill.target.model import Target
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""Median over tokens of the relative difference from the plain model's features, in the tap where it is largest, that
+another order of the same sums may make, by type."""
+TIMED_RUNS = 3
+COMPARED_TOKENS = 2048
+"""Tokens, spread over the batch, whose features are compared."""
+
+
+class Forward(Protocol):
+    """A way of running a target up to its last tap. It changes the target while it is applied, and only then."""
+
+    name: str
+
+    def apply(self) -> None:
+        """Make the target run this way."""
+
+    def undo(self) -> None:
+        """Leave the target as it was before."""
+
+    def run(self, tokens_BS: torch.Tensor, packing: Packing | None) -> list[torch.Tensor]:
+        """Token ids [B, S] -> the tapped layers' outputs, L tensors [B, S, H]; the next run may overwrite them."""
+
+
+class EagerForward:
+    """The model as it is."""
+
+    name = "plain"
+
+    def __init__(self, target: Target, layer_ids: Sequence[int], by_document: bool = False) -> None:
+        """by_document: whether packed rows run under the document attention, as `prepare_packing` found."""
+        self.target, self.layer_ids, self.by_document = target, tuple(layer_ids), by_document
+
+    @torch.no_grad()
+    def run(self, tokens_BS: torch.Tensor, packing: Packing | None) -> list[torch.Tensor]:
+        """Token ids [B, S] -> L tensors [B, S, H] on the target's output device."""
+        inputs = {} if packing is None else packing.inputs(self.by_document)
+        device = self.target.output_device
+        with self.target.taps(self.layer_ids) as taps:
+            self.target.forward_layers(tokens_BS, **inputs)
+            return [taps.outputs[layer].to(device, non_blocking=True) for layer in self.layer_ids]
+
+    def apply(self) -> None:
+        """Nothing to change."""
+
+    def undo(self) -> None:
+        """Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A forward ready to run, and why it was chosen."""
+
+    forward: Forward
+    report: str
+
+
+def build_forward(
+    choice: StepChoice,
+    target: Target,
+    layer_ids: Sequence[int],
+    tokens_BS: torch.Tensor,
+    packing: Packing | None,
+    by_document: bool = False,
+) -> Built:
+    """Build the forward in the calling thread, on its current stream; the batch given is tried on.
+
+    Raises InputError for a way that this target, device or batching does not allow; what else goes wrong while building
+    the way that was asked for is raised as it is, and under `auto` or for fused kernels is said in the report.
+    """
+    plain = EagerForward(target, layer_ids, by_document)
+    device = target.device
+    if target.output_device != device:
+        if choice in ("compiled", "graphed"):
+            raise InputError(f"target.step={choice} needs the target on one device, not spread; use eager or auto")
+        return Built(plain, "eager (spread over several devices)")
+    if device.type != "cuda" and choice in ("auto", "eager"):
+        return Built(plain, "eager (auto: the choice on a CPU)" if choice == "auto" else "eager (as configured)")
+    if choice == "graphed" and packing is None:
+        raise InputError("target.step=graphed needs data.batching=packed: only packed rows have one shape")
+    if choice == "graphed" and device.type != "cuda":
+        raise InputError("target.step=graphed needs a CUDA device, got cpu; use eager, compiled or auto")
+    with BUILD_LOCK:
+        return _choose(choice, plain, tokens_BS, packing)
+
+
+def _choose(choice: StepChoice, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None) -> Built:
+    from draftmill.target.step_compiled import CompiledForward
+    from draftmill.target.step_fused import FusedForward
+    from draftmill.target.step_graphed import GraphedForward
+
+    trial = _Trial(plain, tokens_BS, packing)
+    parts = (plain.target, plain.layer_ids, plain.by_document)
+    if choice != "compiled":
+        trial.consider("fused", lambda: FusedForward(*parts))
+    if choice in ("auto", "compiled"):
+        packed_length = None if packing is None else tokens_BS.shape[1]
+        trial.consider("compiled", lambda: CompiledForward(*parts, packed_length), needed=choice == "compiled")
+    best = trial.best
+    best.apply()
+    if choice == "graphed" or (choice == "auto" and packing is not None):
+        trial.consider("graphed", lambda: GraphedForward(best), needed=choice == "graphed")
+    how = "auto" if choice == "auto" else f"as configured: {choice}"
+    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})")
+
+
+class _Trial:
+    """The plain model's time and features on the batch, and the best way found so far."""
+
+    def __init__(self, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None) -> None:
+        self.tokens_BS, self.packing = tokens_BS, packing
+        self.best: Forward = plain
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.seconds[plain.name], self.features = self._run(plain)
+
+    def consider(self, name: str, build: Callable[[], Forward], needed: bool = False) -> None:
+        """Build a way and try it; it becomes the best if it is right and the fastest, with `needed` if it is right.
+
+        Leaves the target as it was. With `needed` what is wrong is raised.
+        """
+        forward: Forward | None = None
+        try:
+            forward = build()
+            forward.apply()
+            seconds, features = self._run(forward)
+            difference = largest_difference(features, self.features)
+            if not difference <= TOLERANCE.get(features[0].dtype, 5e-2):
+                raise RuntimeError(f"features differ from the plain model's by {difference:.1e}")
+        except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
+            if needed:
+                raise
+            self.notes.append(f"{name} rejected: {type(error).__name__}: {first_line(error)[:120]}")
+        else:
+            self.seconds[name] = seconds
+            if needed or seconds < self.seconds[self.best.name]:
+                self.best = forward
+        finally:
+            if forward is not None:
+                forward.undo()
+
+    def report(self) -> str:
+        """Times, and what was rejected and why."""
+        rows, length = self.tokens_BS.shape
+        shown = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
+        return "; ".join([f"{rows}x{length}: {shown}", *self.notes])
+
+    def _run(self, forward: Forward) -> tuple[float, list[torch.Tensor]]:
+        """Median seconds, and some of the last run's features, [tokens, H] each; the first run is not counted."""
+        seconds = []
+        for index in range(1 + TIMED_RUNS):
+            self._wait()
+            started = time.perf_counter()
+            features = forward.run(self.tokens_BS, self.packing)
+            self._wait()
+            if index:
+                seconds.append(time.perf_counter() - started)
+        stride = max(1, self.tokens_BS.numel() // COMPARED_TOKENS)
+        return statistics.median(seconds), [feature.flatten(0, 1)[::stride].clone() for feature in features]
+
+    def _wait(self) -> None:
+        if self.tokens_BS.is_cuda:
+            torch.cuda.current_stream(self.tokens_BS.device).synchronize()
+
+
+def largest_difference(features: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Median over tokens of the relative difference, in the tap where it is largest. Tensors [..., H]."""
+    return max(
+        float(((ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)).median())
+        for ours, theirs in zip(features, expected, strict=True)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
