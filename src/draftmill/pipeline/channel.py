@@ -96,15 +96,10 @@ class Channel:
 
     def _move(self, number: int, source: SlotState, target: SlotState, claim: bool = False) -> Slot:
         slot = self._slots[number % len(self._slots)]
+        # A slot freed by number n is next owned by n + slots, and by no later number; at first by one below slots.
+        due = max(number - len(self._slots), -1) if claim else number
         with self._changed:
-            # A slot freed by number n is next owned by n + slots, and by no later number.
-            due = number - len(self._slots) if claim and number >= len(self._slots) else number
-            self._changed.wait_for(
-                lambda: (
-                    self._closed
-                    or (slot.state is source and (slot.number in (due, -1) if claim else slot.number == number))
-                )
-            )
+            self._changed.wait_for(lambda: self._closed or (slot.state is source and slot.number == due))
             if self._closed:
                 raise ChannelClosed
             slot.state, slot.number = target, number

@@ -7,6 +7,9 @@ none. Reads the environment that torchrun sets, and nothing else does so but the
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,64 +17,140 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=20)
-"""How long a drafter waits for the others in a collective."""
+from draftmill.pipeline.channel import ChannelClosed
+
+TIMEOUT_S = 20 * 60.0
+"""How long a drafter waits for the others: for all of them to be built, and in a collective."""
+LOOK_EVERY_S = 0.1
+"""How often a store is asked for what is not there yet: its own way of waiting can't be ended from here."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """This host's place among the run's hosts; one host where torchrun did not start the process."""
+    """This host's place among the run's hosts; one host where torchrun did not start the process.
+
+    elastic: torchrun started the process, and may start it again after a failure. restarts: how often it has.
+    """
 
     rank: int = 0
     count: int = 1
+    elastic: bool = False
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls) -> Hosts:
         """What torchrun says: one process a host."""
-        return cls(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        return cls(
+            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("WORLD_SIZE", "1")),
+            "TORCHELASTIC_RUN_ID" in os.environ,
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
 
 
-def shared_store(hosts: Hosts) -> dist.Store:
-    """The store over which drafters find one another: in memory on one host, torchrun's TCP store on several."""
+def hosts_store(hosts: Hosts) -> dist.Store | None:
+    """The store over which hosts and their drafters find one another: torchrun's; None for one host alone."""
     if hosts.count == 1:
-        return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return None
     # torchrun's agent serves its own store at this address; every process is a client of it.
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
-        address,
-        port,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         hosts.count,
         is_master=hosts.rank == 0 and not agent_store,
-        timeout=TIMEOUT,
+        timeout=timedelta(seconds=TIMEOUT_S),
         wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"draftmill/{attempt}", store)
+    return dist.PrefixStore(f"draftmill/{hosts.restarts}", store)
 
 
 class Collective:
-    """One drafter's end of the group of all drafters. Made and used in its worker thread."""
+    """One drafter's end of the group of all drafters. Made and used in its worker thread; any thread may close it."""
 
-    def __init__(self, store: dist.Store | None, rank: int, size: int, device: torch.device) -> None:
-        """rank, size: this drafter's number among all drafters, and how many there are. Blocks until all are there."""
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        closed: Callable[[], bool] = lambda: False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Waits until all drafters are there.
+
+        rank, size: this drafter's number among all drafters, and how many there are. closed: whether the run is ending.
+        Raises RuntimeError, naming them, where drafters do not come in time; ChannelClosed where the run ends.
+        """
         self.rank, self.size = rank, size
         self._group: Any = None
+        self._lock = threading.Lock()
+        self._in_flight = self._closed = False
         if size == 1:
             return
         if store is None:
             raise RuntimeError(f"{size} drafters need a store to find one another")
+        # A call that waits holds up every other call of the same client. (torch's stubs lack this method.)
+        store = store.clone()  # type: ignore[attr-defined]
+        _meet(store, rank, size, closed, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
+            options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, TIMEOUT)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._aborts = device.type == "cuda"
 
     def sum_(self, *tensors: torch.Tensor) -> None:
-        """Add up each tensor over all drafters, in place, on the current stream."""
-        if self._group is None:
+        """Add up each tensor over all drafters, in place, on the current stream.
+
+        Raises ChannelClosed where the run is ending, RuntimeError where another drafter can't be reached any more.
+        """
+        if self.size == 1:
             return
-        works = [self._group.allreduce([tensor]) for tensor in tensors]
-        for work in works:
-            work.wait()
+        with self._lock:
+            if self._closed:
+                raise ChannelClosed
+            group, self._in_flight = self._group, True
+        try:
+            works = [group.allreduce([tensor]) for tensor in tensors]
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the sum over all {self.size} drafters was broken off ({str(error).splitlines()[0]}); where another "
+                "host's run has ended, its log says why"
+            ) from error
+        finally:
+            with self._lock:
+                self._in_flight = False
+
+    def close(self) -> None:
+        """Leave the group, which ends the others' waiting for this drafter. Can be called twice.
+
+        A Gloo group can't be left while its own sum waits for others; those who are gone end that wait.
+        """
+        with self._lock:
+            self._closed = True
+            if self._group is None or (self._in_flight and not self._aborts):
+                return
+            group, self._group = self._group, None
+        if self._aborts:
+            group.abort()
+
+
+def _meet(store: dist.Store, rank: int, size: int, closed: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until every drafter is built, before any of them enters the group: nobody is in a collective meanwhile."""
+    store.set(f"built/{rank}", "")
+    missing, pause, deadline = list(range(size)), threading.Event(), time.monotonic() + timeout_s
+    while missing := [other for other in missing if not store.check([f"built/{other}"])]:
+        if closed():
+            raise ChannelClosed
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"drafter {rank} is built, but after {timeout_s / 60:.3g} minutes drafter "
+                f"{', '.join(map(str, missing))} of {size} is not; the log of its host says what it does"
+            )
+        pause.wait(LOOK_EVERY_S)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
-from draftmill.pipeline.supervision import Supervisor, Worker
+from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.workers import DrafterWorker, Result, TargetWorker, Ticket
 
-
-class Stalled(RuntimeError):
-    """No worker has made progress for longer than `pipeline.stall_s`."""
+ABANDON_S = 5.0
+"""Seconds that threads have for ending after a failure; those that hang are left behind."""
 
 
 class Team:
@@ -27,20 +25,18 @@ class Team:
         supervisor: Supervisor,
         targets: Sequence[TargetWorker],
         drafters: Sequence[DrafterWorker],
+        watch: StallWatch,
         *,
         lookahead: int,
-        stall_s: float,
-        idle_s: Callable[[], float],
     ) -> None:
-        """idle_s: seconds since any worker last made progress."""
-        self.supervisor, self.targets, self.drafters = supervisor, targets, drafters
-        self.lookahead, self.stall_s, self.idle_s = lookahead, stall_s, idle_s
+        self.supervisor, self.targets, self.drafters, self.watch = supervisor, targets, drafters, watch
+        self.lookahead = lookahead
         self.under_way: deque[Ticket] = deque()
         supervisor.on_close(self._wake)
 
     def start(self) -> None:
-        """Start every worker's thread."""
-        for worker in (*self.targets, *self.drafters):
+        """Start every worker's thread, and the watch over them."""
+        for worker in (*self.targets, *self.drafters, self.watch):
             worker.start()
 
     def submit(self, ticket: Ticket) -> list[list[Result]]:
@@ -53,13 +49,18 @@ class Team:
         self.under_way.append(ticket)
         return finished
 
-    def drain(self) -> list[list[Result]]:
-        """Wait for all results under way, oldest first."""
-        return [self._next() for _ in range(len(self.under_way))]
+    def drain(self) -> Iterator[list[Result]]:
+        """All results under way, oldest first, each as soon as it is there."""
+        while self.under_way:
+            yield self._next()
 
     def drafter_wait_s(self) -> float:
         """Seconds that targets have waited for drafters since the start, all targets together."""
         return sum(target.drafter_wait_s for target in self.targets)
+
+    def check(self) -> None:
+        """Raise the first failure, if there is one."""
+        self.supervisor.check()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the workers and wait for their threads. Can be called twice.
@@ -68,22 +69,24 @@ class Team:
         """
         for drafter in self.drafters:
             drafter.tickets.put(None)
-        if self.under_way:
-            self.supervisor.close()
         deadline = time.monotonic() + timeout_s
-        workers: list[Worker] = [worker for worker in (*self.drafters, *self.targets) if worker.ident is not None]
-        for drafter in self.drafters:
-            if drafter.ident is not None:
-                drafter.join(max(0.0, deadline - time.monotonic()))
+        _join(self.drafters, deadline)
         self.supervisor.close()
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
+        alive = _join((*self.drafters, *self.targets), deadline)
+        self.watch.left()
+        if alive:
+            raise RuntimeError(f"workers did not end within {timeout_s:g} s: {', '.join(alive)}")
+
+    def abandon(self, timeout_s: float = ABANDON_S) -> list[str]:
+        """End the workers after a failure; returns the names of those that hang and are left behind."""
+        self.supervisor.close()
+        alive = _join((*self.drafters, *self.targets), time.monotonic() + timeout_s)
         self.under_way.clear()
-        if alive := [worker.name for worker in workers if worker.is_alive()]:
-            raise RuntimeError(f"workers did not end within {timeout_s:.0f} s: {', '.join(alive)}")
+        self.watch.left()
+        return alive
 
     def _next(self) -> list[Result]:
-        """The results of the oldest ticket, one a drafter. Raises the first failure, or Stalled."""
+        """The results of the oldest ticket, one a drafter. Raises the first failure."""
         results = [self._from(drafter) for drafter in self.drafters]
         ticket = self.under_way.popleft()
         if any(result.ticket != ticket for result in results):
@@ -91,16 +94,23 @@ class Team:
         return results
 
     def _from(self, drafter: DrafterWorker) -> Result:
-        while True:
-            self.supervisor.check()
-            if self.supervisor.closed:
-                raise RuntimeError(f"worker {drafter.name} ended before its work was done")
-            try:
-                return drafter.results.get(timeout=min(1.0, self.stall_s))
-            except queue.Empty:
-                if self.idle_s() > self.stall_s:
-                    raise Stalled(f"no worker has made progress for {self.stall_s:.0f} s") from None
+        """Waits for the drafter's result; is unblocked by it and by the supervisor's end."""
+        self.check()
+        result = drafter.results.get()
+        if result is None:
+            self.check()
+            raise RuntimeError(f"worker {drafter.name} ended before its work was done")
+        return result
 
     def _wake(self) -> None:
         for drafter in self.drafters:
             drafter.tickets.put(None)
+            drafter.results.put(None)
+
+
+def _join(workers: Sequence[Worker], deadline: float) -> list[str]:
+    """Wait for threads that were started, until the deadline; returns the names of those that live on."""
+    for worker in workers:
+        if worker.ident is not None:
+            worker.join(max(0.0, deadline - time.monotonic()))
+    return [worker.name for worker in workers if worker.is_alive()]

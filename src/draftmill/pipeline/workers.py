@@ -28,7 +28,7 @@ import torch
 from draftmill.pipeline.channel import Channel, ChannelClosed, Slot
 from draftmill.pipeline.features import FeatureCache, pack
 from draftmill.pipeline.stream import Stream
-from draftmill.pipeline.supervision import Supervisor, Worker
+from draftmill.pipeline.supervision import Supervisor, Worker, WorkerFailed
 from draftmill.records import BatchKind, HostBatch
 
 
@@ -121,16 +121,53 @@ class Snapshot:
 Ticket = Step | Evaluate | Snapshot
 
 
+class Span:
+    """A stretch of a worker's time: by the device's clock on CUDA, where the host runs ahead, else by the host's.
+
+    Begins when it is made. Waits in between count; waiting for the ticket does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._began, self._took_s = time.monotonic(), 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+
+    def end(self) -> None:
+        """Called once, by the worker."""
+        self._took_s = time.monotonic() - self._began
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """How long it lasted; waits for the device to be there."""
+        if self._events is None:
+            return self._took_s
+        begin, end = self._events
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000.0
+
+
 @dataclass(frozen=True)
 class Result:
-    """What came of a ticket. Waits and work are seconds on the worker's clock since its ticket before."""
+    """What came of a ticket.
+
+    span            from the start of its work to the end
+    wait_s, work_s  seconds on the host's clock: waiting for features, and all the rest
+    num_tokens      real tokens of the training batches that were taken from the channel for it
+    num_padded      tokens of their rows, padding included
+    queue_depth     batches that lie ready when it is done
+    """
 
     worker: str
     ticket: Ticket
     value: Any
-    wait_s: float
-    work_s: float
+    span: Span
+    wait_s: float = 0.0
+    work_s: float = 0.0
     num_tokens: int = 0
+    num_padded: int = 0
     queue_depth: int = 0
 
 
@@ -197,7 +234,7 @@ class TargetWorker(Worker):
             while True:
                 started = time.monotonic()
                 self.beats.beat("waiting for data")
-                batch = self.batches.next()
+                batch = self._next()
                 if batch is None:
                     break
                 self.doing = f"on batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
@@ -213,6 +250,12 @@ class TargetWorker(Worker):
                 channel.fill(number, batch, written)
                 self.beats.beat("handing over", batch.sequence, busy_s=time.monotonic() - waited)
             self.beats.beat("done")
+
+    def _next(self) -> HostBatch | None:
+        try:
+            return self.batches.next()
+        except Exception as error:  # the reading thread's, which tells whoever asks for what it could not read
+            raise WorkerFailed("loader", "cpu", f"reading ahead ({self.name} was last {self.doing})", error) from error
 
     def _fill(self, replica: TargetReplica, batch: HostBatch, slot: Slot) -> torch.cuda.Event | None:
         """Features into the slot; returns the event after which they are there (None: now)."""
@@ -244,7 +287,6 @@ class DrafterWorker(Worker):
         build: Callable[[], tuple[DrafterReplica, Any]],
         batches: Batches,
         channel: Channel,
-        results: queue.SimpleQueue[Result],
         *,
         stream: Stream,
         first_step: int,
@@ -252,43 +294,64 @@ class DrafterWorker(Worker):
         """build: makes the replica and its end of the collective, in this thread."""
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build = device, beats, build
-        self.batches, self.channel, self.results = batches, channel, results
+        self.batches, self.channel = batches, channel
         self.stream, self.first_step = stream, first_step
+        # None ends the side that waits.
         self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self.results: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
         self.number = 0
         self.held: list[tuple[int, Slot]] = []
         self.read: deque[tuple[torch.cuda.Event | None, HostBatch]] = deque()
-        self.wait_s = self.work_s = 0.0
-        self.num_tokens = 0
+        self.wait_s = 0.0
+        self.num_tokens = self.num_padded = 0
+        self.collective: Any = None
 
     def work(self) -> None:
         """Until the tickets end."""
         with own_stream(self.device):
             self.beats.beat("warming up")
-            replica, collective = self.build()
+            replica, self.collective = self.build()
             self.beats.beat("waiting for a ticket")
             while (ticket := self.tickets.get()) is not None:
                 if self.supervisor.closed:
                     raise ChannelClosed
-                self.doing = f"at {type(ticket).__name__.lower()} {ticket.step}"
-                started, self.wait_s = time.monotonic(), 0.0
-                value = self._serve(replica, collective, ticket)
-                self.work_s = time.monotonic() - started - self.wait_s
-                self.beats.beat("waiting for a ticket", ticket.step, busy_s=self.work_s)
-                self.results.put(
-                    Result(self.name, ticket, value, self.wait_s, self.work_s, self.num_tokens, self.channel.depth())
-                )
+                self.step = ticket.step + 1
+                self.doing = f"at {type(ticket).__name__.lower()} {self.step}"
+                self.results.put(self._result(replica, ticket))
             self.beats.beat("done")
 
+    def leave(self) -> None:
+        """Leave the group of drafters, so that none waits for this one."""
+        if self.collective is not None:
+            self.collective.close()
+
+    def _result(self, replica: DrafterReplica, ticket: Ticket) -> Result:
+        span, started, self.wait_s = Span(self.device), time.monotonic(), 0.0
+        self.num_tokens = self.num_padded = 0
+        value = self._serve(replica, self.collective, ticket)
+        span.end()
+        work_s = time.monotonic() - started - self.wait_s
+        self.beats.beat("waiting for a ticket", self.step, busy_s=work_s)
+        return Result(
+            self.name,
+            ticket,
+            value,
+            span,
+            self.wait_s,
+            work_s,
+            self.num_tokens,
+            self.num_padded,
+            self.channel.depth(),
+        )
+
     def _serve(self, replica: DrafterReplica, collective: Any, ticket: Ticket) -> Any:
-        self.num_tokens = 0
         if isinstance(ticket, Snapshot):
-            self.beats.beat("saving", ticket.step)
+            self.beats.beat("saving", self.step)
             return replica.snapshot(ticket.request)
         if isinstance(ticket, Evaluate):
             replica.begin_evaluation()
             for _ in range(self.stream.heldout_per_drafter):
-                number, slot = self._take(ticket.step)
+                number, slot = self._take()
                 with cores(self.device):
                     replica.load(slot, 0)
                     replica.evaluate()
@@ -297,7 +360,7 @@ class DrafterWorker(Worker):
             return replica.evaluation_result()
         replica.begin()
         self._group(replica, ticket.step)
-        self.beats.beat("waiting for drafters" if collective.size > 1 else "update", ticket.step)
+        self.beats.beat("waiting for drafters" if collective.size > 1 else "update", self.step)
         collective.sum_(*replica.reducible())
         with cores(self.device):
             replica.update(ticket.step)
@@ -310,7 +373,7 @@ class DrafterWorker(Worker):
         fresh = draw == 0 or step == self.first_step
         for index in range(self.stream.accumulate):
             if fresh:
-                self.held.append(self._take(step))
+                self.held.append(self._take())
             number, slot = self.held[index] if draws > 1 else self.held.pop()
             with cores(self.device):
                 replica.load(slot, draw)
@@ -320,19 +383,24 @@ class DrafterWorker(Worker):
         if last:
             self.held.clear()
 
-    def _take(self, step: int) -> tuple[int, Slot]:
+    def _take(self) -> tuple[int, Slot]:
         started = time.monotonic()
-        self.beats.beat("waiting for target", step)
+        self.beats.beat("waiting for target", self.step)
         slot = self.channel.take(self.number)
         self.number += 1
         wait_s = time.monotonic() - started
         self.wait_s += wait_s
-        assert slot.batch is not None
-        if slot.batch.kind is BatchKind.TRAIN:
-            self.num_tokens += slot.batch.num_tokens
+        batch = slot.batch
+        assert batch is not None
+        self.doing = (
+            f"{self.doing.partition(',')[0]}, batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
+        )
+        if batch.kind is BatchKind.TRAIN:
+            self.num_tokens += batch.num_tokens
+            self.num_padded += batch.tokens_BS.numel()
         if slot.written is not None:
             torch.cuda.current_stream().wait_event(slot.written)
-        self.beats.beat("working", step, wait_s=wait_s)
+        self.beats.beat("working", self.step, wait_s=wait_s)
         return self.number - 1, slot
 
     def _release(self, number: int, slot: Slot) -> None:

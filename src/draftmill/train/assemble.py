@@ -1,37 +1,31 @@
-"""From a checked setup to running workers: targets loaded, channels made, threads started.
-
-Weights are read once a host; each further replica is copied from the first on its way to its device.
-"""
+"""From a checked setup and loaded targets to running workers: channels made, threads started, and ended again."""
 
 from __future__ import annotations
 
 import logging
-import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from draftmill.data.loader import Loader
-from draftmill.drafter.initial import weights_from_target
-from draftmill.drafter.network import Drafter
-from draftmill.monitor.phases import Phase
+from draftmill.monitor.heartbeat import Heartbeat
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.channel import Channel
-from draftmill.pipeline.collective import Collective, shared_store
+from draftmill.pipeline.collective import Collective
 from draftmill.pipeline.features import FeatureCache
-from draftmill.pipeline.supervision import Supervisor
+from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, WorkerFailed
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import DrafterWorker, Result, Route, TargetWorker
-from draftmill.records import HostBatch, WorkItem
+from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
+from draftmill.records import WorkItem
 from draftmill.step.choose import build_step
 from draftmill.step.state import StepState
-from draftmill.target.head import TargetHead
-from draftmill.target.load import load_target
-from draftmill.target.model import Target
+from draftmill.train.loading import Loaded, TapsReplica, first_drafter
 from draftmill.train.optimizer import FlatAdamW
 from draftmill.train.replica import Replica
 from draftmill.train.schedule import learning_rate
@@ -41,94 +35,58 @@ LOOKAHEAD = 2
 """Tickets under way: one being worked on, one waiting, so that no drafter waits for the main thread."""
 
 
-class TapsReplica:
-    """A cut target on one device, giving its tapped layers' outputs."""
+@dataclass(frozen=True)
+class Parts:
+    """What a run's workers are made of.
 
-    def __init__(self, target: Target, layer_ids: tuple[int, ...]) -> None:
-        self.target, self.layer_ids = target, layer_ids
+    store    the hosts', None for one host alone
+    prepare  called with each replica and its number, in its worker thread, once it is built: restores a checkpoint
+    """
 
-    def forward(self, batch: HostBatch) -> list[torch.Tensor]:
-        """L tensors [B, S, H] of the batch's rows, right padding included."""
-        device = self.target.device
-        tokens = batch.tokens_BS.to(device, non_blocking=True)
-        with self.target.taps(self.layer_ids) as taps:
-            self.target.forward_layers(tokens)
-            return [taps.outputs[layer] for layer in self.layer_ids]
+    setup: Setup
+    run: RunDirectory
+    loaded: Loaded
+    first_step: int
+    store: dist.Store | None
+    prepare: Callable[[Replica, int], None]
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What was read from the target: a cut replica a device, the head, and first weights for the drafters."""
+class Running:
+    """What the main thread has of a run under way."""
 
-    targets: list[Target]
-    head: TargetHead
-    weights: dict[str, torch.Tensor] | None
-
-
-def load_targets(setup: Setup, run: RunDirectory) -> Loaded:
-    """Read the target once, put a replica on each target device, with progress in log and phase."""
-    settings, groups = setup.config.target, setup.placement.targets
-    run.log.info(f"Loading {len(groups)} target model{'s' if len(groups) > 1 else ''}...")
-    first = load_target(
-        settings.model,
-        dtype=settings.dtype,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        with_tokenizer=False,
-    )
-    head = first.head()
-    weights = _first_weights(setup, first)
-    first.cut_after(setup.shape.target_layer_ids[-1])
-    targets = []
-    for index, group in enumerate(groups):
-        run.phase(Phase.LOADING_TARGETS, f"{index + 1}/{len(groups)}")
-        run.log.info(f"  Target {index} on {group[0]}...")
-        targets.append(first if group[0].type == "cpu" and index == 0 else first.replica(group[0]))
-    return Loaded(targets, head, weights)
-
-
-def _first_weights(setup: Setup, target: Target) -> dict[str, torch.Tensor] | None:
-    """What the drafters start from; None leaves them random."""
-    drafter = setup.config.drafter
-    if setup.warm_weights is not None:
-        return setup.warm_weights
-    if drafter.init == "normal":
-        return None
-    final_norm = getattr(target.model.get_decoder(), "norm", None)
-    return weights_from_target(first_drafter(setup), target.layers, final_norm)
-
-
-def first_drafter(setup: Setup) -> Drafter:
-    """The network with the run's random first weights, the same on every device and host."""
-    return Drafter(setup.shape, seed=setup.config.run.seed)
+    team: Team
+    loader: Loader
 
 
 @contextmanager
-def running_team(
-    setup: Setup,
-    run: RunDirectory,
-    loaded: Loaded,
-    first_step: int,
-    prepare: Callable[[Replica, int], None],
-) -> Iterator[Team]:
+def running_team(parts: Parts, abandon: Callable[[WorkerFailed | Stalled | None], None]) -> Iterator[Running]:
     """Start loader and workers; end them, whatever happens.
 
-    prepare: called with each replica and its number, in its worker thread, once it is built (to restore a checkpoint).
+    abandon: ends the process, with the first failure at hand, where the main thread itself hangs.
     """
     supervisor = Supervisor()
-    with running_loader(setup, first_step) as loader:
-        supervisor.on_close(loader.close)
-        team = _build_team(setup, run, loaded, first_step, prepare, loader, supervisor)
-        team.start()
-        try:
-            yield team
-        finally:
-            team.close()
+    loader = start_loader(parts.setup, parts.first_step)
+    # Not waited for where the run fails: it may be the reading that hangs.
+    supervisor.on_close(lambda: threading.Thread(target=loader.close, name="loader-close", daemon=True).start())
+    try:
+        team = _build_team(parts, loader, supervisor, lambda: abandon(supervisor.failure))
+    except BaseException:
+        supervisor.close()
+        raise
+    team.start()
+    try:
+        yield Running(team, loader)
+    except BaseException:
+        if hanging := team.abandon():
+            parts.run.log.error(f"left behind, for they did not end: {', '.join(hanging)}")
+        raise
+    team.close()
+    loader.close()
 
 
-@contextmanager
-def running_loader(setup: Setup, first_step: int) -> Iterator[Loader]:
-    """The loader over this host's part of the stream."""
+def start_loader(setup: Setup, first_step: int) -> Loader:
+    """The loader over this host's part of the stream, reading."""
     config, placement = setup.config, setup.placement
     mine = range(setup.first_drafter, setup.first_drafter + len(placement.drafters))
 
@@ -138,7 +96,7 @@ def running_loader(setup: Setup, first_step: int) -> Iterator[Loader]:
                 yield item
 
     in_flight = len(placement.targets) + len(placement.drafters) * (_num_slots(setup) + 3)
-    loader = Loader(
+    return Loader(
         setup.store,
         setup.plan,
         setup.heldout_plan,
@@ -152,39 +110,46 @@ def running_loader(setup: Setup, first_step: int) -> Iterator[Loader]:
         read_ahead=config.data.read_ahead,
         buffers=config.data.read_ahead + in_flight,
     )
-    try:
-        yield loader
-    finally:
-        loader.close()
 
 
-def _build_team(
-    setup: Setup,
-    run: RunDirectory,
-    loaded: Loaded,
-    first_step: int,
-    prepare: Callable[[Replica, int], None],
-    loader: Loader,
-    supervisor: Supervisor,
-) -> Team:
-    config, stream, placement = setup.config, setup.stream, setup.placement
+def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: Callable[[], None]) -> Team:
+    setup, run = parts.setup, parts.run
+    heartbeats: list[Heartbeat] = []
+
+    def beats(name: str, device: torch.device) -> Heartbeat:
+        heartbeats.append(run.worker(name, str(device)))
+        return heartbeats[-1]
+
     channels = {
         setup.first_drafter + index: Channel(
             _num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
         )
-        for index, device in enumerate(placement.drafters)
+        for index, device in enumerate(setup.placement.drafters)
     }
     for channel in channels.values():
         supervisor.on_close(channel.close)
-    route = Route(channels, stream.num_drafters, stream.sequence_before(first_step))
-    cache = FeatureCache(int(config.target.cache_gib * 2**30)) if config.target.cache_gib else None
-    heartbeats = []
+    targets = _target_workers(parts, loader, supervisor, beats, channels)
+    drafters = _drafter_workers(parts, loader, supervisor, beats, channels)
+    watch = StallWatch(
+        supervisor,
+        lambda: time.monotonic() - max(heartbeat.progress_at for heartbeat in heartbeats),
+        setup.config.pipeline.stall_s,
+        run.dump_stacks,
+        abandon,
+    )
+    return Team(supervisor, targets, drafters, watch, lookahead=LOOKAHEAD)
 
-    def beats(name: str, device: torch.device) -> Any:
-        heartbeats.append(run.worker(name, str(device)))
-        return heartbeats[-1]
 
-    target_workers = [
+Beats = Callable[[str, torch.device], Heartbeat]
+
+
+def _target_workers(
+    parts: Parts, loader: Loader, supervisor: Supervisor, beats: Beats, channels: dict[int, Channel]
+) -> list[TargetWorker]:
+    setup, cache_gib = parts.setup, parts.setup.config.target.cache_gib
+    route = Route(channels, setup.stream.num_drafters, setup.stream.sequence_before(parts.first_step))
+    cache = FeatureCache(int(cache_gib * 2**30)) if cache_gib else None
+    return [
         TargetWorker(
             name := f"target-{index}",
             group[0],
@@ -195,41 +160,37 @@ def _build_team(
             route,
             cache,
         )
-        for index, (group, target) in enumerate(zip(placement.targets, loaded.targets, strict=True))
+        for index, (group, target) in enumerate(zip(setup.placement.targets, parts.loaded.targets, strict=True))
     ]
-    store = shared_store(setup.hosts) if stream.num_drafters > 1 else None
-    drafter_workers = []
-    for index, device in enumerate(placement.drafters):
-        number = setup.first_drafter + index
-        results: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
-        def build(number: int = number, device: torch.device = device) -> tuple[Replica, Collective]:
-            replica = build_replica(setup, loaded, device, run.log)
-            prepare(replica, number)
-            return replica, Collective(store, number, stream.num_drafters, device)
 
-        drafter_workers.append(
-            DrafterWorker(
-                name := f"drafter-{number}",
-                device,
-                supervisor,
-                beats(name, device),
-                build,
-                loader,
-                channels[number],
-                results,
-                stream=stream,
-                first_step=first_step,
-            )
+def _drafter_workers(
+    parts: Parts, loader: Loader, supervisor: Supervisor, beats: Beats, channels: dict[int, Channel]
+) -> list[DrafterWorker]:
+    setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
+    store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
+
+    def build(number: int, device: torch.device) -> tuple[Replica, Collective]:
+        replica = build_replica(setup, parts.loaded, device, parts.run.log)
+        parts.prepare(replica, number)
+        collective = Collective(store, number, num_drafters, device, closed=lambda: supervisor.closed)
+        supervisor.on_close(collective.close)
+        return replica, collective
+
+    return [
+        DrafterWorker(
+            name := f"drafter-{number}",
+            channel.device,
+            supervisor,
+            beats(name, channel.device),
+            partial(build, number, channel.device),
+            loader,
+            channel,
+            stream=setup.stream,
+            first_step=parts.first_step,
         )
-    return Team(
-        supervisor,
-        target_workers,
-        drafter_workers,
-        lookahead=LOOKAHEAD,
-        stall_s=config.pipeline.stall_s,
-        idle_s=lambda: time.monotonic() - max(heartbeat.progress_at for heartbeat in heartbeats),
-    )
+        for number, channel in channels.items()
+    ]
 
 
 def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: logging.Logger) -> Replica:

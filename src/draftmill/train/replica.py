@@ -49,12 +49,15 @@ class StepValues:
     block_size: int
 
     def read(self) -> dict[str, Any]:
-        """loss, grad_norm, lr, context_tokens, supervised_tokens, accuracy_by_slot (None for a slot never scored)."""
+        """loss, grad_norm, lr, context_tokens, supervised_tokens, accuracy_by_slot (None for a slot never scored).
+
+        The loss of a step without a single scored slot is 0.
+        """
         numbers = self.values.numbers().double()
         sums, grad_norm = numbers[:-1], float(numbers[-1])
         totals, tokens, correct, scored = sums.split([2, 2, self.block_size, self.block_size])
         return {
-            "loss": float(totals[0] / totals[1]) if totals[1] > 0 else 0.0,
+            "loss": float(totals[0] / totals[1]) if totals[1] != 0 else 0.0,
             "lr": self.lr,
             "grad_norm": grad_norm,
             "context_tokens": int(tokens[0]),
@@ -116,6 +119,8 @@ class Replica:
         """One optimizer update at the step's learning rate."""
         self.lr = self.learning_rate(step)
         self.optimizer.lr.fill_(self.lr)
+        # A loss that is not finite voids the update, also where its gradient is finite: the denominator becomes NaN.
+        self.state.totals[1] += self.state.totals[0] * 0.0
         self.run_update()
 
     def step_result(self) -> StepValues:

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from draftmill.data.loader import Coverage
 from draftmill.evaluate.acceptance import accept_by_slot, accept_length
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.workers import Evaluate, Result, Step
+from draftmill.train.assemble import Running
 from draftmill.train.replica import Late, StepValues
 from draftmill.train.setup import Setup
+
+
+class NotFinite(RuntimeError):
+    """A step whose loss or gradient is not finite; it was not applied."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
+        """step: counted from 1."""
+        super().__init__(
+            f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not applied. Lower train.lr, or "
+            "resume from the last checkpoint"
+        )
+        self.step = step
 
 
 class Reporter:
@@ -25,46 +38,49 @@ class Reporter:
         setup: Setup,
         run: RunDirectory,
         observe: Callable[[dict[str, Any]], None],
-        drafter_wait_s: Callable[[], float],
+        running: Running,
+        accept_length: float | None,
     ) -> None:
-        """observe: gets every record of metrics.jsonl as well. drafter_wait_s: waits of the targets so far."""
-        self.setup, self.run, self.observe = setup, run, observe
-        self.accept_length: float | None = None
-        self.drafter_wait_s = drafter_wait_s
-        self._last_s, self._last_wait_s = time.monotonic(), 0.0
+        """observe: gets every record of metrics.jsonl as well. accept_length: of the last evaluation so far."""
+        self.setup, self.run, self.observe, self.running = setup, run, observe, running
+        self.accept_length = accept_length
+        self._last_wait_s = 0.0
 
-    def take(self, finished: list[list[Result]]) -> None:
-        """Report results, one list a ticket. Raises RuntimeError for a loss or gradient that is not finite."""
+    def resumed(self, first_step: int) -> None:
+        """Mark in the metrics that lines above from this step on (0-based) are void: it is done again, below."""
+        self.run.metrics({"step": first_step + 1, "resumed": True})
+
+    def take(self, finished: Iterable[list[Result]]) -> None:
+        """Report results, one list a ticket. Raises NotFinite for a loss or gradient that is not finite."""
         for results in finished:
             first = results[0]
             if isinstance(first.ticket, Step):
                 self._step(first.ticket.step, results)
             elif isinstance(first.ticket, Evaluate):
                 self._evaluation(first.ticket.step, first.value)
+                self.run.phase(Phase.TRAINING)
 
     def _step(self, step: int, results: list[Result]) -> None:
         values: StepValues = results[0].value
         record = values.read()
+        self.running.team.check()  # what a device says after its group was aborted is not to be believed
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
-            raise RuntimeError(
-                f"step {step + 1}: loss {record['loss']}, gradient norm {record['grad_norm']}; the update "
-                "was not applied. Lower train.lr, or resume from the last checkpoint"
-            )
-        now = time.monotonic()
-        elapsed, self._last_s = now - self._last_s, now
+            raise NotFinite(step + 1, record["loss"], record["grad_norm"])
         stream = self.setup.stream
-        self.run.phase(Phase.TRAINING)
-        wait_s = self.drafter_wait_s()
+        self.run.phase(Phase.EVALUATING if stream.evaluates_after(step) else Phase.TRAINING)
+        took_s = max(result.span.seconds() for result in results)
+        wait_s = self.running.team.drafter_wait_s()
         record = {
             "step": step + 1,
             "epoch": stream.epoch_of(step),
             **record,
-            "context_tokens_per_s": record["context_tokens"] / elapsed,
-            "supervised_tokens_per_s": record["supervised_tokens"] / elapsed,
+            "context_tokens_per_s": record["context_tokens"] / took_s,
+            "supervised_tokens_per_s": record["supervised_tokens"] / took_s,
             "target_wait_s": max(result.wait_s for result in results),
             "drafter_wait_s": wait_s - self._last_wait_s,
             "drafter_work_s": max(result.work_s for result in results),
             "queue_depth": sum(result.queue_depth for result in results),
+            **_padding(results),
             "peak_bytes": _peak_bytes(self.setup),
         }
         self._last_wait_s = wait_s
@@ -77,6 +93,8 @@ class Reporter:
             loss=record["loss"],
             context_tokens_per_s=record["context_tokens_per_s"],
         )
+        if step + 1 == stream.total_steps or stream.epoch_of(step + 1) != record["epoch"]:
+            self._coverage(record["epoch"])
 
     def _write(self, record: dict[str, Any]) -> None:
         self.run.metrics(record)
@@ -97,7 +115,21 @@ class Reporter:
             }
         )
         self.run.log.info(f"held-out acceptance length {self.accept_length:.3f} after step {step + 1}")
-        self._last_s = time.monotonic()
+
+    def _coverage(self, epoch: int) -> None:
+        """Log how much of what could have been anchored was, from the start of this process on."""
+        coverage: Coverage = self.running.loader.coverage()
+        starved = f"; {coverage.num_starved:,} documents got no anchor" if coverage.num_starved else ""
+        self.run.log.info(
+            f"end of epoch {epoch}: {coverage.num_anchors:,} anchors so far, {100 * coverage.share:.1f}% of the "
+            f"positions that {coverage.num_documents:,} documents offered{starved}"
+        )
+
+
+def _padding(results: list[Result]) -> dict[str, float]:
+    """Share of the targets' tokens that were padding; nothing for a step that took no batch (a further draw)."""
+    num_padded = sum(result.num_padded for result in results)
+    return {"padding_share": 1.0 - sum(result.num_tokens for result in results) / num_padded} if num_padded else {}
 
 
 def _peak_bytes(setup: Setup) -> int:

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from draftmill import __version__
-from draftmill.checkpoint import resume as resuming
-from draftmill.checkpoint.store import Checkpoint
 from draftmill.compiling import BUILD_LOCK
 from draftmill.config import Config
 from draftmill.errors import InputError
+from draftmill.monitor.layout import STATE_FILE
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
-from draftmill.pipeline.collective import Hosts
-from draftmill.pipeline.supervision import WorkerFailed
-from draftmill.pipeline.team import Stalled
-from draftmill.train.assemble import load_targets, running_team
+from draftmill.pipeline.collective import Hosts, hosts_store
+from draftmill.pipeline.meeting import Meeting
+from draftmill.pipeline.supervision import Stalled, WorkerFailed
+from draftmill.train.assemble import LOOKAHEAD, Parts, running_team
+from draftmill.train.loading import load_targets
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
 from draftmill.train.replica import Replica
-from draftmill.train.report import Reporter
+from draftmill.train.report import NotFinite, Reporter
 from draftmill.train.saving import Saver
-from draftmill.train.setup import Setup, set_up
+from draftmill.train.setup import Setup, facts_to_share, set_up
+from draftmill.train.start import Start, find_start
 
 
 def train(
@@ -42,44 +46,81 @@ def train(
     resume: go on from the run directory's newest checkpoint. console: whether the log also goes to standard error.
     observe: gets every record of metrics.jsonl as it is written, in this thread.
     Raises InputError for what the user can change, before anything is written; WorkerFailed, naming worker and device,
-    for a worker's failure; Stalled when nothing moves any more.
+    for a worker's failure; NotFinite for a loss that is not; Stalled when nothing moves any more. Should this thread
+    itself hang in a device that never answers, the process ends with the exit code of `ended_by`.
     """
     hosts = Hosts.from_environment()
+    if hosts.count > 1 and config.run.dir is None:
+        raise InputError(f"{hosts.count} hosts need one run directory that all of them see; set run.dir")
     config = with_directory(config)
     run_dir = Path(str(config.run.dir))
     setup = set_up(config, hosts)
-    checkpoint = _checkpoint(setup, run_dir) if resume else None
-    if checkpoint is not None:
-        setup = replace(setup, notes=(*setup.notes, *_changes(setup, checkpoint)))
-    with RunDirectory.create(run_dir, config.to_yaml(), environment(setup), resume, console=console) as run:
+    store = hosts_store(hosts)
+    meeting = Meeting(hosts, store, lookahead=LOOKAHEAD)
+    meeting.compare(facts_to_share(setup))
+    start = find_start(setup, run_dir, resume, meeting)
+    if start.finished is not None:
+        logging.getLogger(__name__).warning(start.finished)
+        return run_dir
+    with _directory(setup, run_dir, start, meeting, console) as run:
         try:
-            run.finish(_train(setup, run, run_dir, checkpoint, observe))
-        except Stalled:
-            run.dump_stacks()
-            run.finish(Phase.STALLED)
-            raise
-        except WorkerFailed as failure:
-            run.crash(failure, failure.worker, failure.device)
+            run.finish(_train(setup, run, run_dir, start, store, meeting, observe))
+        except (WorkerFailed, NotFinite, Stalled) as failure:
+            _record(run, failure)
             raise
     return run_dir
+
+
+def ended_by(failure: BaseException | None) -> int:
+    """The exit code of a run that a failure ended: 4 stalled, 1 crashed."""
+    return 4 if failure is None or isinstance(failure, Stalled) else 1
+
+
+def _record(run: RunDirectory, failure: WorkerFailed | NotFinite | Stalled | None) -> None:
+    """Write down how the run ended."""
+    if isinstance(failure, WorkerFailed):
+        run.crash(failure, failure.worker, failure.device, failure.step)
+    elif isinstance(failure, NotFinite):
+        run.crash(failure, step=failure.step)
+    else:
+        run.finish(Phase.STALLED)
+
+
+@contextmanager
+def _directory(setup: Setup, run_dir: Path, start: Start, meeting: Meeting, console: bool) -> Iterator[RunDirectory]:
+    """The run's directory; of a host that is not the first, a folder of its own inside it, with log, state, metrics."""
+    rank, config, resumes = setup.hosts.rank, setup.config, start.resumes
+    path = run_dir
+    if rank:
+        meeting.exchange("taking the run directory", None)  # it is the first host's to make
+        path = run_dir / f"host-{rank}"
+        resumes = (path / STATE_FILE).exists()
+        config = config.model_copy(update={"monitor": config.monitor.model_copy(update={"trackers": []})})
+    with RunDirectory.create(path, config.to_yaml(), environment(setup), resumes, console=console) as run:
+        if not rank:
+            meeting.exchange("taking the run directory", None)
+        yield run
 
 
 def _train(
     setup: Setup,
     run: RunDirectory,
     run_dir: Path,
-    checkpoint: Checkpoint | None,
+    start: Start,
+    store: dist.Store | None,
+    meeting: Meeting,
     observe: Callable[[dict[str, Any]], None],
 ) -> Phase:
     run.phase(Phase.LOADING_DATA)
-    for line in (*setup.plan.describe(), *setup.notes):
+    for line in (*setup.plan.describe(), *setup.notes, *start.notes):
         run.log.info(line)
-    if checkpoint is not None:
-        run.log.info(f"going on from {checkpoint.folder.name}")
+    run.use_gpus(_gpu_uuids(setup), own_bytes=torch.cuda.memory_reserved)
     run.phase(Phase.LOADING_TARGETS)
     loaded = load_targets(setup, run)
+    if any(wish != "no" for wish in meeting.exchange("loading targets", run.stop_requested(), run.log.info)):
+        return Phase.STOPPED  # nothing was trained yet, so there is nothing to save
     run.phase(Phase.WARMING_UP)
-    first_step = checkpoint.step if checkpoint is not None else 0
+    checkpoint = start.checkpoint
 
     def prepare(replica: Replica, number: int) -> None:
         if number == 0:
@@ -88,31 +129,33 @@ def _train(
         if checkpoint is not None:
             replica.restore(checkpoint.tensors(), checkpoint.optimizer(), checkpoint.step)
 
-    saver = Saver(setup, run, run_dir)
-    try:
-        with running_team(setup, run, loaded, first_step, prepare) as team:
-            reporter = Reporter(setup, run, observe, team.drafter_wait_s)
-            return training_loop(setup, team, saver, reporter, first_step)
-    finally:
-        saver.close()
+    def abandon(failure: WorkerFailed | Stalled | None) -> None:
+        _record(run, failure)
+        run.close()
+        os._exit(ended_by(failure))
+
+    parts = Parts(setup, run, loaded, start.first_step, store, prepare)
+    with Saver(setup, run, run_dir) as saver, running_team(parts, abandon) as running:
+        accept_length = checkpoint.state.get("accept_length") if checkpoint is not None else None
+        reporter = Reporter(setup, run, observe, running, accept_length)
+        if start.resumes:
+            reporter.resumed(start.first_step)
+        phase = training_loop(setup, running.team, meeting, saver, reporter, start.first_step)
+        meeting.exchange("ending", None, run.log.info)  # nobody leaves the group while another needs it
+        return phase
 
 
-def _checkpoint(setup: Setup, run_dir: Path) -> Checkpoint:
-    checkpoint = resuming.pick(run_dir)
-    if (message := resuming.finished_message(checkpoint)) is not None:
-        raise InputError(message)
-    return checkpoint
+def _gpu_uuids(setup: Setup) -> dict[str, str]:
+    """The driver's UUID of each CUDA device of this host's replicas."""
+    return {
+        str(device): f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        for device in _devices(setup)
+        if device.type == "cuda"
+    }
 
 
-def _changes(setup: Setup, checkpoint: Checkpoint) -> list[str]:
-    """What changed since the checkpoint and may. Raises InputError for what would make it another run."""
-    return resuming.check_same_run(
-        checkpoint.state,
-        setup.config,
-        setup.shape,
-        data_fingerprint=setup.store.fingerprint,
-        batches_per_step=setup.stream.group,
-    )
+def _devices(setup: Setup) -> set[torch.device]:
+    return {*setup.placement.drafters, *(device for group in setup.placement.targets for device in group)}
 
 
 def environment(setup: Setup) -> dict[str, Any]:
@@ -120,7 +163,6 @@ def environment(setup: Setup) -> dict[str, Any]:
     import datasets
     import transformers
 
-    devices = {*setup.placement.drafters, *(device for group in setup.placement.targets for device in group)}
     return {
         "draftmill": __version__,
         "python": platform.python_version(),
@@ -132,5 +174,5 @@ def environment(setup: Setup) -> dict[str, Any]:
         "targets": [[str(device) for device in group] for group in setup.placement.targets],
         "drafters": [str(device) for device in setup.placement.drafters],
         "compute_dtype": str(setup.dtype).removeprefix("torch."),
-        "gpus": {str(d): torch.cuda.get_device_name(d) for d in devices if d.type == "cuda"},
+        "gpus": {str(d): torch.cuda.get_device_name(d) for d in _devices(setup) if d.type == "cuda"},
     }

@@ -4,36 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from draftmill import __version__
 from draftmill.checkpoint.background import BackgroundSaver, Saved
 from draftmill.checkpoint.schedule import SaveSchedule
+from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
+from draftmill.pipeline.supervision import within
 from draftmill.train.replica import Replica
 from draftmill.train.setup import Setup
 
+LAST_SAVE_S = 30.0
+"""Seconds that a save under way has after a failure; what it has written by then is no checkpoint yet."""
+
 
 class Saver:
-    """The run's checkpoints; the first drafter of the first host writes them, in the background."""
+    """The run's checkpoints; the first drafter of the first host writes them, in the background.
+
+    Leaving its `with` statement waits for the last save and raises what it failed with, unless the run has failed
+    itself: then the save has a little time left, and what becomes of it is logged.
+    """
 
     def __init__(self, setup: Setup, run: RunDirectory, run_dir: Path) -> None:
         settings = setup.config.checkpoint
-        self.setup = setup
+        self.setup, self.run = setup, run
+        self.writes = setup.hosts.rank == 0
         self.schedule = SaveSchedule(settings.every_steps, settings.every_minutes)
         self.background = BackgroundSaver(
             run_dir,
             keep_last=settings.keep_last,
             keep_best=settings.keep_best,
-            on_saved=lambda saved: self._tell(run, saved),
+            on_saved=self._tell,
         )
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
-        return self.schedule.due(step)
+        """Whether a checkpoint is due after `step` steps. Nobody waits for the host that writes, so only it asks."""
+        return self.writes and self.schedule.due(step)
 
     def began(self) -> None:
         """A save was asked for: the minutes count from now."""
+        self.run.phase(Phase.SAVING)
         self.schedule.saved()
 
     def request(self, step: int, finished: bool, accept_length: float | None) -> Callable[[Replica], Any]:
@@ -43,7 +55,7 @@ class Saver:
         def save(replica: Replica) -> Any:
             return self.background.save(step, replica.weights(), replica.moments(), state)
 
-        return save if self.setup.hosts.rank == 0 else lambda _replica: None
+        return save if self.writes else lambda _replica: None
 
     def state(self, step: int, finished: bool, accept_length: float | None) -> dict[str, Any]:
         """All that a resume or an export needs to know besides tensors."""
@@ -67,10 +79,16 @@ class Saver:
             "training_length": setup.config.data.max_length,
         }
 
-    def close(self) -> None:
-        """Wait for the last save; raises what it failed with."""
-        self.background.close()
+    def __enter__(self) -> Saver:
+        return self
 
-    @staticmethod
-    def _tell(run: RunDirectory, saved: Saved) -> None:
-        run.log.info(f"saved {saved.folder.name} in {saved.write_s:.1f} s")
+    def __exit__(
+        self, kind: type[BaseException] | None, exception: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exception is None:
+            self.background.close()
+        elif (error := within(LAST_SAVE_S, self.background.close, "the last save")) is not None:
+            self.run.log.error(f"the last checkpoint was not written: {error}")
+
+    def _tell(self, saved: Saved) -> None:
+        self.run.log.info(f"saved {saved.folder.name} in {saved.write_s:.1f} s")

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from draftmill.checkpoint.resume import MAY_CHANGE, TARGET_SETTINGS
 from draftmill.checkpoint.source import warm_start
 from draftmill.config import Config, gamma_for
+from draftmill.data.encode import hash_tokenizer
 from draftmill.data.plan import BatchPlan, split_heldout
 from draftmill.data.store import Store
 from draftmill.drafter.loss import LossRule
@@ -101,11 +103,30 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
     )
 
 
+def facts_to_share(setup: Setup) -> dict[str, Any]:
+    """What must be the same on every host: whatever the numbers, and the order of the work, depend on."""
+    sections = setup.config.model_dump(mode="json")
+    settings = {f"{section}.{name}": value for section, named in sections.items() for name, value in named.items()}
+    free = {*MAY_CHANGE, *TARGET_SETTINGS} - {"train.accumulate", "train.evaluate_every"}  # local paths may differ
+    return {
+        "the number of drafters": len(setup.placement.drafters),
+        "the data's fingerprint": setup.store.fingerprint,
+        "the drafter's shape": setup.shape.to_dict(),
+        "the compute type": str(setup.dtype).removeprefix("torch."),
+        **{name: value for name, value in settings.items() if name not in free},
+    }
+
+
 def _shape(config: Config, store: Store, target_config: Any) -> DrafterShape:
     tokenizer = load_tokenizer(
         config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
     )
     rows = target_config.get_text_config().vocab_size
+    if hash_tokenizer(tokenizer) != store.meta["tokenizer_hash"]:
+        raise InputError(
+            f"{config.data.path} was made with the tokenizer of {store.meta['tokenizer_name']}, which gives other ids "
+            f"than that of target.model {config.target.model}; run draftmill prepare --target {config.target.model}"
+        )
     used = {int(token) for token in store.token_counts.nonzero()[0]}
     if used and max(used) >= rows:
         raise InputError(

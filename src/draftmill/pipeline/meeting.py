@@ -1,0 +1,89 @@
+"""What hosts tell one another, apart from the drafters' sums: who is ready, what the first host decided, when to stop.
+
+Owns the main threads' side of the shared store. One host alone talks to nobody. Never part of a collective, so that a
+host that loads or saves for long keeps no group waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from draftmill.errors import InputError
+from draftmill.pipeline.collective import LOOK_EVERY_S, Hosts
+
+TIMEOUT_S = 60 * 60.0
+"""How long a host waits for another to come to the same point."""
+TELL_AFTER_S = 10.0
+"""A wait that lasts longer is told once."""
+_STOP = "stop"
+
+
+class Meeting:
+    """One host's end of it. Used by the main thread only."""
+
+    def __init__(self, hosts: Hosts, store: dist.Store | None, *, lookahead: int, timeout_s: float = TIMEOUT_S) -> None:
+        """lookahead: tickets that a main thread may be ahead of its drafters."""
+        if hosts.count > 1 and store is None:
+            raise RuntimeError(f"{hosts.count} hosts need a store to talk over")
+        self.hosts, self.lookahead, self.timeout_s = hosts, lookahead, timeout_s
+        self._store: dist.Store | None = None if store is None else store.clone()  # type: ignore[attr-defined]
+        self._stop: tuple[int, str] | None = None
+
+    def exchange(self, what: str, value: Any, tell: Callable[[str], None] = lambda line: None) -> list[Any]:
+        """Give every host a JSON value, and wait for theirs; returns all of them, by rank.
+
+        what: the point the hosts come to, in the words of a message; every host comes to each once, in the same order.
+        Raises RuntimeError, naming host and point, where one does not come in time.
+        """
+        if self._store is None:
+            return [value]
+        self._store.set(f"{what}/{self.hosts.rank}", json.dumps(value))
+        return [json.loads(self._wait(what, rank, tell)) for rank in range(self.hosts.count)]
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        """Refuse hosts that are not set up alike. Raises InputError that names every fact in which one differs."""
+        first, *others = self.exchange("comparing set-ups", facts)
+        for rank, theirs in enumerate(others, start=1):
+            unlike = [
+                f"{name} is {theirs.get(name)}, not {first[name]}" for name in first if theirs.get(name) != first[name]
+            ]
+            if unlike:
+                raise InputError(f"host {rank} is not set up as host 0 is: {'; '.join(unlike)}; make them equal")
+
+    def stop_after(self, step: int, wish: str) -> str:
+        """Whether all hosts stop after this step: "no", or how. Asked after each step was handed to the drafters.
+
+        wish: "no", or how this host was asked to stop. The first host with a wish names a step for all that no main
+        thread can have passed: drafters do each step together, so none is further ahead than its own tickets.
+        """
+        if self._store is None:
+            return wish
+        if self._stop is None:
+            if wish != "no":
+                self._store.compare_set(_STOP, "", f"{step + self.lookahead + 1} {wish}")
+            if self._store.check([_STOP]):
+                last, how = self._store.get(_STOP).decode().split()
+                self._stop = int(last), how
+        return self._stop[1] if self._stop is not None and step >= self._stop[0] else "no"
+
+    def _wait(self, what: str, rank: int, tell: Callable[[str], None]) -> bytes:
+        assert self._store is not None
+        key, pause, started, told = f"{what}/{rank}", threading.Event(), time.monotonic(), False
+        while not self._store.check([key]):
+            waited_s = time.monotonic() - started
+            if waited_s > self.timeout_s:
+                raise RuntimeError(
+                    f"host {self.hosts.rank} waited {self.timeout_s / 60:.3g} minutes for host {rank} of "
+                    f"{self.hosts.count} at: {what}; host {rank}'s log says what it does"
+                )
+            if not told and waited_s > TELL_AFTER_S:
+                told = True
+                tell(f"waiting for host {rank} at: {what}; {self.timeout_s / 60:.3g} minutes at most")
+            pause.wait(LOOK_EVERY_S)
+        return self._store.get(key)
