@@ -187,11 +187,14 @@ def test_shape_is_the_targets(recipe: Path) -> None:
 
 
 def test_rotary_embeddings() -> None:
-    """What the drafters inherit: Qwen3.6's quarter of a head and its multimodal sections, Llama's scaling."""
-    config = load_config(next(path for path in RECIPES if path.stem == "qwen3.6-27b"))
-    shape = shape_for(target_of(config), config.drafter, 248070)
-    assert shape.rope == {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
-    assert [shape.window(layer) for layer in range(5)] == [2048, 2048, 2048, 2048, None]
+    """Qwen3.6's heads turn whole, or as the target's, without its multimodal sections; Llama's scaling is kept."""
+    recipe = next(path for path in RECIPES if path.stem == "qwen3.6-27b")
+    whole = {"rope_type": "default", "rope_theta": 10000000.0}
+    for overrides, expected in (([], whole), (["drafter.rotary=target"], {**whole, "partial_rotary_factor": 0.25})):
+        config = load_config(recipe, overrides)
+        shape = shape_for(target_of(config), config.drafter, 248070)
+        assert shape.rope == expected
+        assert [shape.window(layer) for layer in range(5)] == [2048, 2048, 2048, 2048, None]
     config = load_config(next(path for path in RECIPES if path.stem == "llama-3.1-8b"))
     shape = shape_for(target_of(config), config.drafter, 128002)
     assert (shape.rope["rope_type"], shape.rope["factor"], shape.rope["rope_theta"]) == ("llama3", 8.0, 500000.0)
