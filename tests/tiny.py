@@ -48,7 +48,9 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_target(folder: Path, kind: str = "llama", num_layers: int = 6, tied: bool = True, vocab: int = 80) -> Path:
+def save_target(
+    folder: Path, kind: str = "llama", num_layers: int = 6, tied: bool = True, vocab: int = 80, head_dim: int = 8
+) -> Path:
     """A random causal LM of hidden size 32 with its tokenizer."""
     torch.manual_seed(0)
     settings: dict[str, Any] = dict(
@@ -57,7 +59,7 @@ def save_target(folder: Path, kind: str = "llama", num_layers: int = 6, tied: bo
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         vocab_size=vocab,
         max_position_embeddings=256,
         tie_word_embeddings=tied,

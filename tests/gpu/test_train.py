@@ -23,7 +23,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sections = small_world(tmp_path_factory.mktemp("world"))
+    sections = small_world(tmp_path_factory.mktemp("world"), head_dim=16)  # flex attention takes no smaller heads
     sections["drafter"] |= {"block_size": 16}
     return sections
 

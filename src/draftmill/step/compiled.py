@@ -37,10 +37,8 @@ class CompiledStep(EagerStep):
         super().__init__(state, attention or (flex_attention_choice if on_cuda else dense_attention_choice))
         owner = f"{self.name}_{threading.get_native_id()}"
         self._trunk = compile_piece(EagerStep.trunk, owner)
-        self._trunk_only = compile_piece(EagerStep.trunk, f"{owner}_forward")
         self._rows = compile_piece(EagerStep.rows, owner)
         self._chunk = compile_piece(EagerStep.chunk, owner)
-        self._chunk_only = compile_piece(EagerStep.chunk, f"{owner}_forward")
         self._count = compile_piece(EagerStep.count, owner)
 
     def warm_up(self) -> None:
@@ -49,13 +47,19 @@ class CompiledStep(EagerStep):
         scored = full * (self.state.drafter_shape.block_size - 1)
         for _ in range(WARM_UPS):
             CompiledStep.run(self, scored, full)
-        CompiledStep.evaluate(self, scored, full)
         if self.state.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
+    def evaluate(self, num_scored: int, num_blocks: int) -> None:
+        """Forward only, by the pieces that training compiled; the slope is made with them and not used."""
+        with torch.enable_grad():
+            hidden = self.trunk().detach()
+        with torch.no_grad():
+            self.score(hidden, num_scored, num_blocks, with_slope=True)
+
     def trunk(self) -> torch.Tensor:
         """Static inputs -> hidden states [A*K, H]."""
-        return self._trunk(self) if torch.is_grad_enabled() else self._trunk_only(self)
+        return self._trunk(self)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, labels and weights of the loss head."""
@@ -65,7 +69,7 @@ class CompiledStep(EagerStep):
         self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
     ) -> None:
         """One chunk of the loss head."""
-        (self._chunk if with_slope else self._chunk_only)(self, hidden_QH, rows, labels, weights, with_slope)
+        self._chunk(self, hidden_QH, rows, labels, weights, with_slope)
 
     def count(self) -> None:
         """Add the batch's right and supervised slots to the counts."""

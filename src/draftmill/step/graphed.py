@@ -1,6 +1,6 @@
 """The step captured by hand as CUDA graphs, in the worker's own thread and stream.
 
-    load ─► [trunk + rows] ─► [chunk 0] [chunk 1] ... as many as have rows ─► [count + backward] ─► ... ─► [update]
+    load ─► [trunk + rows] ─► [chunk 0] [chunk 1] ... as many as have rows ─► [count] ─► [backward] ─► ... ─► [update]
 
 Each bracket is a graph over the replica's static buffers. The graphs share one memory pool and are replayed in the
 order of their capture, so what one leaves for the next (hidden states, activations) stays valid in between. Input
@@ -22,7 +22,7 @@ from draftmill.step.state import StepState
 
 
 class GraphedStep(CompiledStep):
-    """The compiled pieces, replayed. `warm_up` captures them; evaluation runs the compiled pieces."""
+    """The compiled pieces, replayed. `warm_up` captures them; an evaluation stops before the backward pass."""
 
     name = "graphed"
 
@@ -44,25 +44,33 @@ class GraphedStep(CompiledStep):
             with torch.no_grad():
                 self._kept = (self._hidden.detach(), *CompiledStep.rows(self))
 
-        def last() -> None:
-            assert self._hidden is not None
+        def count() -> None:
             with torch.no_grad():
                 CompiledStep.count(self)
+
+        def backward() -> None:
+            assert self._hidden is not None
             self._hidden.backward(self.state.slope_QH)
 
         self._record("first", first)
         for index in range(self.num_chunks):
             self._record(index, lambda index=index: self._chunk_at(index))  # type: ignore[misc]
-        self._record("last", last)
+        self._record("count", count)
+        self._record("backward", backward)
 
     def run(self, num_scored: int, num_blocks: int) -> None:
         """Replay one batch. Raises RuntimeError before `warm_up`."""
-        if "last" not in self._graphs:
+        self.evaluate(num_scored, num_blocks)
+        self._graphs["backward"].replay()
+
+    def evaluate(self, num_scored: int, num_blocks: int) -> None:
+        """Replay all but the backward pass. Raises RuntimeError before `warm_up`."""
+        if "backward" not in self._graphs:
             raise RuntimeError("a graphed step must be warmed up before it runs")
         self._graphs["first"].replay()
         for index in range(self.chunks_to_run(num_scored, num_blocks)):
             self._graphs[index].replay()
-        self._graphs["last"].replay()
+        self._graphs["count"].replay()
 
     def _chunk_at(self, index: int) -> None:
         hidden, rows, labels, weights = self._kept
