@@ -1,0 +1,186 @@
+"""Drafters of one process in step, and the main threads of several hosts, without a run around them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from draftmill.errors import InputError
+from draftmill.pipeline.channel import ChannelClosed
+from draftmill.pipeline.collective import Collective, Hosts
+from draftmill.pipeline.meeting import Meeting
+
+CPU = torch.device("cpu")
+SOON_S = 5.0
+"""Nothing here takes long; a test that waits this long has failed."""
+
+
+def start(function: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+# Sums over drafters
+
+
+def collectives(size: int, store: dist.Store | None = None) -> list[Collective]:
+    store = store or dist.HashStore()
+    made: dict[int, Collective] = {}
+    threads = [
+        start(lambda rank=rank: made.__setitem__(rank, Collective(store, rank, size, CPU))) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.join(SOON_S)
+    return [made[rank] for rank in range(size)]
+
+
+def test_sums_are_over_all_drafters_in_float_and_integers() -> None:
+    group = collectives(3)
+    floats = [torch.tensor([rank + 0.5, 1.0]) for rank in range(3)]
+    integers = [torch.tensor([rank, 2**40]) for rank in range(3)]
+    threads = [start(lambda rank=rank: group[rank].sum_(floats[rank], integers[rank])) for rank in range(3)]
+    for thread in threads:
+        thread.join(SOON_S)
+    assert all(torch.equal(value, torch.tensor([4.5, 3.0])) for value in floats)
+    assert all(torch.equal(value, torch.tensor([3, 3 * 2**40])) for value in integers)
+    for one in group:
+        one.close()
+
+
+def test_who_leaves_ends_the_others_waiting() -> None:
+    group, told = collectives(3), {}
+
+    def wait(rank: int) -> None:
+        try:
+            group[rank].sum_(torch.ones(5))
+        except RuntimeError as error:
+            told[rank] = str(error)
+        group[rank].close()
+
+    waiting = [start(lambda rank=rank: wait(rank)) for rank in (0, 1)]
+    time.sleep(0.1)
+    group[0].close()  # in its own sum: left to those who are gone
+    assert all(thread.is_alive() for thread in waiting)
+    group[2].close()
+    for thread in waiting:
+        thread.join(SOON_S)
+    assert sorted(told) == [0, 1]
+    assert all(text.startswith("the sum over all 3 drafters was broken off (") for text in told.values())
+    with pytest.raises(ChannelClosed):
+        group[2].sum_(torch.ones(1))
+
+
+def test_drafters_that_are_built_wait_for_the_others_outside_any_group() -> None:
+    """B26: with a time limit that is said, and without holding up the end of a run."""
+    with pytest.raises(RuntimeError, match=r"drafter 1 is built, but after 0.00333 minutes drafter 0, 2 of 3 is not"):
+        Collective(dist.HashStore(), 1, 3, CPU, timeout_s=0.2)
+    began, closed = time.monotonic(), threading.Event()
+    threading.Timer(0.1, closed.set).start()
+    with pytest.raises(ChannelClosed):
+        Collective(dist.HashStore(), 0, 2, CPU, closed=closed.is_set)
+    assert time.monotonic() - began < SOON_S
+    with pytest.raises(RuntimeError, match="2 drafters need a store"):
+        Collective(None, 0, 2, CPU)
+
+
+# Hosts
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    """As torchrun's agent serves it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def hosts_of(store: dist.Store, count: int, **settings: Any) -> list[Meeting]:
+    return [Meeting(Hosts(rank, count), store, lookahead=2, **settings) for rank in range(count)]
+
+
+def test_hosts_exchange_and_wait_for_one_another(store: dist.Store) -> None:
+    meetings, got = hosts_of(store, 3), {}
+    threads = [
+        start(lambda rank=rank: got.__setitem__(rank, meetings[rank].exchange("here", {"host": rank})))
+        for rank in (2, 0)
+    ]
+    threads[0].join(0.2)
+    assert got == {}
+    meetings[1].exchange("here", {"host": 1})
+    for thread in threads:
+        thread.join(SOON_S)
+    assert got[0] == got[2] == [{"host": 0}, {"host": 1}, {"host": 2}]
+    assert Meeting(Hosts(), None, lookahead=2).exchange("alone", 7) == [7]
+
+
+def test_a_host_that_does_not_come_is_named_and_told_about(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftmill.pipeline.meeting.TELL_AFTER_S", 0.05)
+    told: list[str] = []
+    meeting = hosts_of(store, 2, timeout_s=0.3)[0]
+    with pytest.raises(RuntimeError, match=r"host 0 waited 0.005 minutes for host 1 of 2 at: loading targets"):
+        meeting.exchange("loading targets", None, told.append)
+    assert told == ["waiting for host 1 at: loading targets; 0.005 minutes at most"]
+
+
+def test_hosts_that_are_not_set_up_alike_are_refused(store: dist.Store) -> None:
+    meetings, errors = hosts_of(store, 2), []
+    facts = [{"train.lr": 1e-3, "the number of drafters": 3}, {"train.lr": 1e-3, "the number of drafters": 2}]
+
+    def compare(rank: int) -> None:
+        with pytest.raises(InputError) as caught:
+            meetings[rank].compare(facts[rank])
+        errors.append(str(caught.value))
+
+    threads = [start(lambda rank=rank: compare(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.join(SOON_S)
+    assert errors == ["host 1 is not set up as host 0 is: the number of drafters is 2, not 3; make them equal"] * 2
+
+
+@pytest.mark.parametrize("wishes", [{1: (4, "graceful")}, {0: (6, "now")}, {0: (5, "graceful"), 1: (5, "now")}])
+def test_hosts_stop_after_the_same_step_however_far_ahead_they_are(
+    store: dist.Store, wishes: dict[int, tuple[int, str]]
+) -> None:
+    """Two main threads as far apart as their drafters, who do each step together, allow."""
+    meetings = hosts_of(store, 2)
+    done = [threading.Semaphore(0), threading.Semaphore(0)]  # steps that the other host's drafters have joined
+    stopped: dict[int, tuple[int, str]] = {}
+
+    def host(rank: int, slow_s: float) -> None:
+        wished, how = wishes.get(rank, (10**9, "no"))
+        for step in range(40):
+            done[1 - rank].release()
+            if step >= 2:  # two tickets ahead: the results of the step before last are waited for
+                assert done[rank].acquire(timeout=SOON_S)
+            time.sleep(slow_s)
+            mode = meetings[rank].stop_after(step, how if step >= wished else "no")
+            if mode != "no":
+                stopped[rank] = (step, mode)
+                return
+
+    threads = [start(lambda: host(0, 0.002)), start(lambda: host(1, 0.0))]
+    for thread in threads:
+        thread.join(SOON_S)
+    assert stopped[0] == stopped[1]
+    step, mode = stopped[0]
+    assert (step, mode) in [(at + 3, how) for at, how in wishes.values()]
+
+
+def test_one_host_stops_at_once() -> None:
+    meeting = Meeting(Hosts(), None, lookahead=2)
+    assert [meeting.stop_after(5, wish) for wish in ("no", "graceful", "now")] == ["no", "graceful", "now"]
+
+
+def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Hosts.from_environment() == Hosts(0, 1, False, 0)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert Hosts.from_environment() == Hosts(1, 4, True, 2)
