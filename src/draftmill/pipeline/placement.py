@@ -28,7 +28,7 @@ class Placement:
 
 
 def place(targets: Devices, drafters: Devices) -> Placement:
-    """Resolve both lists. Raises InputError for a device that is not here."""
+    """Resolve both lists. Raises InputError for a device that is not here, and for a mixture of CPU and CUDA."""
     if targets == "auto" or drafters == "auto":
         target_names, drafter_names = _choose(torch.cuda.device_count())
         targets = target_names if targets == "auto" else targets
@@ -38,6 +38,12 @@ def place(targets: Devices, drafters: Devices) -> Placement:
         for group in targets
     )
     singles = tuple(_device(str(name), "drafter.devices") for name in drafters)
+    kinds = sorted({device.type for device in (*singles, *(device for group in groups for device in group))})
+    if len(kinds) > 1:  # slots are handed over by events of CUDA, or by nothing where a call is done when it returns
+        raise InputError(
+            f"targets and drafters must all be on CUDA or all on the CPU, got {' and '.join(kinds)}; change "
+            "target.devices or drafter.devices"
+        )
     return Placement(groups, singles)
 
 
