@@ -108,7 +108,14 @@ def _qwen2_5_vl() -> Any:
 
 def _gpt2() -> Any:
     config = hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=256, n_embd=32, n_layer=8, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY,
+        n_positions=256,
+        n_embd=32,
+        n_layer=8,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
     )
     return hf.GPT2LMHeadModel(config)
 

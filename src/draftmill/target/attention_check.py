@@ -36,7 +36,7 @@ def prepare_packing(target: Target, layer_ids: Sequence[int]) -> bool:
     """
     name = type(target.model).__name__
     kinds = getattr(target.text_config, "layer_types", None) or ()
-    if others := sorted(set(kinds[: target.num_layers]) - set(PACKABLE)):
+    if others := sorted(set(kinds[: len(target.layers)]) - set(PACKABLE)):
         raise InputError(
             f"data.batching=packed: {name} has layers of kind {', '.join(others)}, which see across the documents of a "
             "row; use data.batching=bucketed"
@@ -77,13 +77,13 @@ def check_causal(target: Target, layer_ids: Sequence[int]) -> None:
 
 def _attends_by_document(target: Target, layer_ids: Sequence[int], alone: list[torch.Tensor]) -> bool:
     """Switch to the document attention and keep it if it is right here; else leave everything as it was."""
-    model = target.model
+    decoder = target.decoder
     before = _implementations(target)
-    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+    if not getattr(decoder, "_can_set_attn_implementation", lambda: False)():
         return False
     register()
     try:
-        model.set_attn_implementation(DOCUMENTS)
+        decoder.set_attn_implementation(DOCUMENTS)
         with observed_windows() as windows:
             difference = _difference(target, layer_ids, alone, by_document=True)
         if difference <= TOLERANCE.get(target.decoder.dtype, 0.1) and _windows_are_handed_on(target, windows):
@@ -93,7 +93,7 @@ def _attends_by_document(target: Target, layer_ids: Sequence[int], alone: list[t
         reason = str(error).strip().splitlines()[0]
     for config, implementation in before:
         config._attn_implementation_internal = implementation
-    _logger.warning("%s does not take attention by document: %s", type(model).__name__, reason)
+    _logger.warning("%s does not take attention by document: %s", type(target.model).__name__, reason)
     return False
 
 
@@ -107,7 +107,7 @@ def _windows_are_handed_on(target: Target, windows: dict[int, int | None]) -> bo
     text = target.text_config
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
-    for layer in range(target.num_layers):
+    for layer in range(len(target.layers)):
         slides = bool(window) and (kinds is None or kinds[layer] == "sliding_attention")
         if layer not in windows or (windows[layer] is not None) != slides:
             return False

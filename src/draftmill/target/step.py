@@ -103,6 +103,8 @@ def build_forward(
         return Built(plain, "eager (spread over several devices)")
     if device.type != "cuda" and choice in ("auto", "eager"):
         return Built(plain, "eager (auto: the choice on a CPU)" if choice == "auto" else "eager (as configured)")
+    if choice == "compiled" and packing is not None and device.type != "cuda":
+        raise InputError("target.step=compiled reads packed rows on CUDA only; use eager, or data.batching=bucketed")
     if choice == "graphed" and packing is None:
         raise InputError("target.step=graphed needs data.batching=packed: only packed rows have one shape")
     if choice == "graphed" and device.type != "cuda":

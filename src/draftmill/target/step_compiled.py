@@ -1,9 +1,10 @@
 """A target's forward with compiled decoder layers: one compilation for all layers of a kind, for batches of any shape.
 
 Layers are of one kind if they are built alike and attend alike; their weights are inputs of the compiled code. Batches
-of one row and of several are compiled apart, since the compiler takes a size of one for a constant; rows, row length
-and number of documents are marked as free otherwise (packed rows have one length). Every worker compiles code objects
-of its own, all of it before the first real batch, and a compilation after that is an error that names the guard.
+of one row and of several are compiled apart, since the compiler takes a size of one for a constant, and so are batches
+that need a mask (rows longer than a sliding window) and those that need none. Rows, row length and number of documents
+are marked as free otherwise; packed rows have one length. Each of these is compiled once, under the build lock, with
+code objects of the worker's own; a second compilation of any is an error that names the guard.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as shape_config
 
-from draftmill.compiling import own_code
+from draftmill.compiling import BUILD_LOCK, own_code
 from draftmill.target.attention import Packing
 from draftmill.target.model import Target
 from draftmill.target.step import EagerForward
 
-WARM_LENGTH = 136
-"""Tokens of a warm-up row: no size that a target's dimensions have, so that the compiler takes none for the other."""
-WARM_ROWS = 3
+WARM_ROWS, WARM_LENGTH = 3, 136
+"""A warm-up batch; any would do."""
 
 
 class CompiledForward(EagerForward):
@@ -41,60 +42,28 @@ class CompiledForward(EagerForward):
     ) -> None:
         """packed_length: tokens of a packed row, None where a row is one document. backend: of torch.compile."""
         super().__init__(target, layer_ids, by_document)
-        self.packed_length = packed_length
-        owner = f"target_{threading.get_native_id()}_{id(self)}"
-        self.marking = False
-        kinds: dict[Any, dict[bool, Callable[..., Any]]] = {}
-        self._forwards: list[Callable[..., Any]] = []
-        for index, layer in enumerate(target.layers):
-            kind = _kind(target, index, layer)
-            if kind not in kinds:
-                kinds[kind] = {
-                    single: torch.compile(
-                        own_code(type(layer).forward, f"{owner}_{len(kinds)}_{single}"), dynamic=None, backend=backend
-                    )
-                    for single in (True, False)
-                }
-            self._forwards.append(self._dispatch(kinds[kind]))
+        self.packed_length, self.backend = packed_length, backend
+        self.owner = f"target_{threading.get_native_id()}_{id(self)}"
+        kinds: dict[Any, _LayerKind] = {}
+        self.kinds = [
+            kinds.setdefault(_kind(target, index, layer), _LayerKind(self, type(layer).forward, len(kinds)))
+            for index, layer in enumerate(target.layers)
+        ]
         self._warm = False
 
     def apply(self) -> None:
-        """Compile everything the first time. The caller holds BUILD_LOCK."""
-        for layer, forward in zip(self.target.layers, self._forwards, strict=True):
-            layer.forward = types.MethodType(forward, layer)
+        """Compile what most batches need, the first time."""
+        for layer, kind in zip(self.target.layers, self.kinds, strict=True):
+            layer.forward = types.MethodType(kind.forward, layer)
         if not self._warm:
-            self._warm_up()
+            for rows in (1, WARM_ROWS):
+                self.run(*self._batch(rows))
             self._warm = True
 
     def undo(self) -> None:
         """Back to the layers' own forwards."""
         for layer in self.target.layers:
             vars(layer).pop("forward", None)
-
-    def _dispatch(self, compiled: dict[bool, Callable[..., Any]]) -> Callable[..., Any]:
-        def forward(layer: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-            rows, length = hidden_states.shape[:2]
-            if self.marking:
-                for tensor in _tensors((hidden_states, arguments, options)):
-                    _mark(tensor, rows, None if self.packed_length else length)
-            return compiled[rows == 1](layer, hidden_states, *arguments, **options)
-
-        return forward
-
-    def _warm_up(self) -> None:
-        """Run both kinds of batches; raises RuntimeError where the compiler breaks a layer's forward apart."""
-        counters = torch._dynamo.utils.counters
-        breaks = sum(counters["graph_break"].values())
-        self.marking = True
-        try:
-            for rows in (1, WARM_ROWS):
-                self.run(*self._batch(rows))
-        finally:
-            self.marking = False
-        if sum(counters["graph_break"].values()) > breaks:
-            reason = next(reversed(counters["graph_break"]), "")
-            raise RuntimeError(f"the compiler breaks the layers apart: {str(reason).splitlines()[0]}")
-        torch._dynamo.config.error_on_recompile = True
 
     def _batch(self, rows: int) -> tuple[torch.Tensor, Packing | None]:
         """Rows of zeros; packed ones hold two documents each."""
@@ -109,6 +78,42 @@ class CompiledForward(EagerForward):
         return tokens, Packing(positions.to(device), bounds.to(device), length)
 
 
+class _LayerKind:
+    """The compiled forwards of the layers of one kind, by what the compiler takes for fixed in their inputs."""
+
+    def __init__(self, owner: CompiledForward, function: Callable[..., Any], number: int) -> None:
+        self.owner, self.function, self.number = owner, function, number
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+
+        def forward(layer: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            fixed = (hidden_states.shape[0] == 1, _form(arguments), _form(options))
+            compiled = self.compiled.get(fixed)
+            if compiled is None:
+                return self.compile(fixed, layer, hidden_states, arguments, options)
+            return compiled(layer, hidden_states, *arguments, **options)
+
+        self.forward = forward
+
+    def compile(self, fixed: Any, layer: nn.Module, hidden_states: torch.Tensor, arguments: Any, options: Any) -> Any:
+        """Compile by running. Raises RuntimeError where the compiler breaks the layer's forward apart."""
+        name = f"{self.owner.owner}_{self.number}_{len(self.compiled)}"
+        compiled = torch.compile(own_code(self.function, name), dynamic=None, backend=self.owner.backend)
+        rows, length = hidden_states.shape[:2]
+        for tensor in _tensors((hidden_states, arguments, options)):
+            _mark(tensor, rows, None if self.owner.packed_length else length)
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        # sizes that are equal in this batch are equal by chance
+        with BUILD_LOCK, shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+            before = sum(breaks.values())
+            out = compiled(layer, hidden_states, *arguments, **options)
+            if sum(breaks.values()) > before:
+                reason = str(next(reversed(breaks))).splitlines()[0]
+                raise RuntimeError(f"the compiler breaks the layers apart: {reason}")
+            torch._dynamo.config.error_on_recompile = True
+        self.compiled[fixed] = compiled
+        return out
+
+
 def _kind(target: Target, index: int, layer: nn.Module) -> Any:
     """Equal for layers that one compilation serves: of the same modules, settings and kind of attention."""
     kinds = getattr(target.text_config, "layer_types", None)
@@ -121,6 +126,17 @@ def _kind(target: Target, index: int, layer: nn.Module) -> Any:
 
 def _is_setting(name: str, value: Any) -> bool:
     return not name.startswith("_") and name != "layer_idx" and isinstance(value, bool | int | float | str)
+
+
+def _form(value: Any) -> Any:
+    """What of a layer's inputs is not in sizes: which are given, types, and the values of those that are no tensor."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, dict):
+        return tuple((key, _form(part)) for key, part in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_form(part) for part in value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -125,6 +125,8 @@ def _restore(namespaces: dict[str, dict[str, Any]], classes: dict[type, dict[str
             if now.get(key) is not value:
                 now[key] = value
     for one, attributes in classes.items():
+        for key in set(vars(one)) - set(attributes):
+            delattr(one, key)
         for key, value in attributes.items():
             if vars(one).get(key) is not value:
                 setattr(one, key, value)
