@@ -75,15 +75,20 @@ def check_causal(target: Target, layer_ids: Sequence[int]) -> None:
         )
 
 
+def attend_by_document(target: Target) -> None:
+    """Switch a target to the document attention, which `prepare_packing` has found right for its like."""
+    register()
+    target.decoder.set_attn_implementation(DOCUMENTS)
+
+
 def _attends_by_document(target: Target, layer_ids: Sequence[int], alone: list[torch.Tensor]) -> bool:
     """Switch to the document attention and keep it if it is right here; else leave everything as it was."""
     decoder = target.decoder
     before = _implementations(target)
     if not getattr(decoder, "_can_set_attn_implementation", lambda: False)():
         return False
-    register()
     try:
-        decoder.set_attn_implementation(DOCUMENTS)
+        attend_by_document(target)
         with observed_windows() as windows:
             difference = _difference(target, layer_ids, alone, by_document=True)
         if difference <= TOLERANCE.get(target.decoder.dtype, 0.1) and _windows_are_handed_on(target, windows):

@@ -1,7 +1,7 @@
 """A target replica as a worker uses it: a batch in, its tapped layers' outputs out.
 
 Owns how a batch's rows reach the target: packed or one document a row, whole or, where memory runs out, once in halves.
-Used in its worker thread only; the way the forward runs is chosen on the first batch.
+Runs in its worker thread only, where the way the forward runs is chosen on the first batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from draftmill.config import StepChoice
 from draftmill.records import HostBatch
 from draftmill.target.attention import packing_of
-from draftmill.target.attention_check import check_causal, prepare_packing
+from draftmill.target.attention_check import attend_by_document, check_causal, prepare_packing
 from draftmill.target.model import Target
 from draftmill.target.step import Forward, build_forward
 
@@ -25,15 +25,25 @@ class TapsReplica:
     """A cut target on its device or devices, giving its tapped layers' outputs."""
 
     def __init__(
-        self, target: Target, layer_ids: Sequence[int], step: StepChoice = "eager", packed: bool = False
+        self,
+        target: Target,
+        layer_ids: Sequence[int],
+        step: StepChoice = "eager",
+        packed: bool = False,
+        like: TapsReplica | None = None,
     ) -> None:
-        """packed: whether rows hold several documents.
+        """packed: whether rows hold several documents. like: another replica of this target, found fit already.
 
         Raises InputError where this target can't read such rows, or sees what comes after a token.
         """
         self.target, self.layer_ids, self.step, self.packed = target, tuple(layer_ids), step, packed
-        check_causal(target, layer_ids)
-        self.by_document = prepare_packing(target, layer_ids) if packed else False
+        if like is None:
+            check_causal(target, layer_ids)
+            self.by_document = prepare_packing(target, layer_ids) if packed else False
+        else:
+            self.by_document = like.by_document
+            if self.by_document:
+                attend_by_document(target)
         self._forward: Forward | None = None
 
     def forward(self, batch: HostBatch) -> list[torch.Tensor]:

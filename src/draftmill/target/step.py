@@ -96,21 +96,27 @@ def build_forward(
     the way that was asked for is raised as it is, and under `auto` or for fused kernels is said in the report.
     """
     plain = EagerForward(target, layer_ids, by_document)
-    device = target.device
-    if target.output_device != device:
-        if choice in ("compiled", "graphed"):
-            raise InputError(f"target.step={choice} needs the target on one device, not spread; use eager or auto")
-        return Built(plain, "eager (spread over several devices)")
-    if device.type != "cuda" and choice in ("auto", "eager"):
+    devices = list(dict.fromkeys([target.device, target.output_device]))
+    check_choice(choice, packing is not None, devices)
+    if len(devices) > 1:
+        return Built(plain, f"eager ({choice}: the choice for a target over several devices)")
+    if target.device.type != "cuda" and choice in ("auto", "eager"):
         return Built(plain, "eager (auto: the choice on a CPU)" if choice == "auto" else "eager (as configured)")
-    if choice == "compiled" and packing is not None and device.type != "cuda":
-        raise InputError("target.step=compiled reads packed rows on CUDA only; use eager, or data.batching=bucketed")
-    if choice == "graphed" and packing is None:
-        raise InputError("target.step=graphed needs data.batching=packed: only packed rows have one shape")
-    if choice == "graphed" and device.type != "cuda":
-        raise InputError("target.step=graphed needs a CUDA device, got cpu; use eager, compiled or auto")
     with BUILD_LOCK:
         return _choose(choice, plain, tokens_BS, packing)
+
+
+def check_choice(choice: StepChoice, packed: bool, devices: Sequence[torch.device]) -> None:
+    """Raise InputError where a target on these devices can't run this way, with packed rows or without."""
+    cuda = all(device.type == "cuda" for device in devices)
+    if choice in ("compiled", "graphed") and len(devices) > 1:
+        raise InputError(f"target.step={choice} needs the target on one device, not several; use eager or auto")
+    if choice == "compiled" and packed and not cuda:
+        raise InputError("target.step=compiled reads packed rows on CUDA only; use eager, or data.batching=bucketed")
+    if choice == "graphed" and not packed:
+        raise InputError("target.step=graphed needs data.batching=packed: only packed rows have one shape")
+    if choice == "graphed" and not cuda:
+        raise InputError("target.step=graphed needs a CUDA device, got cpu; use eager or auto")
 
 
 def _choose(choice: StepChoice, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None) -> Built:

@@ -25,7 +25,7 @@ from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import WorkItem
 from draftmill.step.choose import build_step
 from draftmill.step.state import StepState
-from draftmill.train.loading import Loaded, TapsReplica, first_drafter
+from draftmill.train.loading import Loaded, first_drafter
 from draftmill.train.optimizer import FlatAdamW
 from draftmill.train.replica import Replica
 from draftmill.train.schedule import learning_rate
@@ -152,10 +152,10 @@ def _target_workers(
     return [
         TargetWorker(
             name := f"target-{index}",
-            group[0],
+            group[-1],  # where a group gathers its features
             supervisor,
-            beats(name, group[0]),
-            lambda target=target: TapsReplica(target, setup.shape.target_layer_ids),  # type: ignore[misc]
+            beats(name, group[-1]),
+            lambda target=target: target,  # type: ignore[misc]
             loader,
             route,
             cache,

@@ -26,6 +26,7 @@ from draftmill.pipeline.stream import Stream
 from draftmill.step.state import StepShape
 from draftmill.target.load import load_config, load_tokenizer
 from draftmill.target.mask_token import resolve_mask_token
+from draftmill.target.step import check_choice
 
 CHUNK_ROWS = 1024
 """Rows of the loss head worked on at once, on a CPU."""
@@ -61,6 +62,8 @@ class Setup:
 def set_up(config: Config, hosts: Hosts) -> Setup:
     """Check everything a run needs. Raises InputError; writes and loads nothing."""
     placement = place(config.target.devices, config.drafter.devices)
+    for group in placement.targets:
+        check_choice(config.target.step, config.data.batching == "packed", group)
     store = Store.open(config.data.path, max_length=config.data.max_length)
     target_config = load_config(
         config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
