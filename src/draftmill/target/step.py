@@ -168,6 +168,7 @@ class _Trial:
             self.notes.append(f"{name} rejected: {type(error).__name__}: {first_line(error)[:120]}")
         else:
             self.seconds[name] = seconds
+            self.notes.append(f"{name} differs by {difference:.1e}")
             if needed or seconds < self.seconds[self.best.name]:
                 self.best = forward
         finally:
@@ -175,7 +176,7 @@ class _Trial:
                 forward.undo()
 
     def report(self) -> str:
-        """Times, and what was rejected and why."""
+        """Times, differences from the plain model's features, and what was rejected and why."""
         rows, length = self.tokens_BS.shape
         shown = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
         return "; ".join([f"{rows}x{length}: {shown}", *self.notes])
