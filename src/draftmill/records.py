@@ -111,16 +111,3 @@ class HostBatch:
     def num_tokens(self) -> int:
         """Real tokens, without padding."""
         return self.source_T.shape[0]
-
-
-@dataclass(slots=True)
-class FeatureBatch:
-    """What a target hands to a drafter: the features of a batch's context slots, and its blocks.
-
-    features_TF   [T, L*H], the target's dtype; rows past num_tokens hold old, finite values and are never seen
-    blocks        host or device Blocks, one for each anchor draw
-    """
-
-    batch: HostBatch
-    features_TF: torch.Tensor
-    ready: torch.cuda.Event | None = None

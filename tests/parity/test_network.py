@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from draftmill.drafter.attention import dense_attention
-from draftmill.drafter.head import TargetHead
 from draftmill.drafter.loss import block_tokens
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
+from draftmill.target.head import TargetHead
 
 dflash = pytest.importorskip("dflash.model", reason="dflash 0.1.0 is not installed; `make test` installs it")
 

@@ -16,11 +16,8 @@ from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 from draftmill.records import Blocks
-from draftmill.step.state import StepShape, StepState
+from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape, StepState
 from draftmill.target.head import TargetHead
-
-CHUNK_ROWS, CHUNK_ROWS_CUDA = 1024, 2048
-"""Rows of the loss head worked on at once, on a CPU and on CUDA; as in training."""
 
 
 @dataclass(frozen=True)
