@@ -34,8 +34,9 @@ def resolve_mask_token(
     mask = getattr(tokenizer, "mask_token_id", None)
     if mask is not None and mask < num_embeddings and mask not in used:
         return mask
-    if len(tokenizer) < num_embeddings:
-        return len(tokenizer)
+    spare = next((index for index in range(len(tokenizer), num_embeddings) if index not in used), None)
+    if spare is not None:
+        return spare
     added = {index: str(token) for index, token in sorted(tokenizer.added_tokens_decoder.items())}
     for index, token in added.items():
         if _RESERVED.search(token) and index < num_embeddings and index not in special and index not in used:
