@@ -81,13 +81,31 @@ def test_drafters_that_are_built_wait_for_the_others_outside_any_group() -> None
     """B26: with a time limit that is said, and without holding up the end of a run."""
     with pytest.raises(RuntimeError, match=r"drafter 1 is built, but after 0.00333 minutes drafter 0, 2 of 3 is not"):
         Collective(dist.HashStore(), 1, 3, CPU, timeout_s=0.2)
-    began, closed = time.monotonic(), threading.Event()
-    threading.Timer(0.1, closed.set).start()
-    with pytest.raises(ChannelClosed):
-        Collective(dist.HashStore(), 0, 2, CPU, closed=closed.is_set)
-    assert time.monotonic() - began < SOON_S
     with pytest.raises(RuntimeError, match="2 drafters need a store"):
         Collective(None, 0, 2, CPU)
+
+
+def test_a_run_that_ends_while_drafters_are_built_leaves_none_waiting() -> None:
+    """Also one that is built only after the others have left, and on a host whose own run goes on."""
+    began, closed, shared = time.monotonic(), threading.Event(), dist.HashStore()
+    threading.Timer(0.1, closed.set).start()
+    with pytest.raises(ChannelClosed):
+        Collective(shared, 0, 3, CPU, closed=closed.is_set)
+    with pytest.raises(ChannelClosed):
+        Collective(shared, 1, 3, CPU, closed=closed.is_set)
+    with pytest.raises(RuntimeError, match="drafter 2 is built, but another host's run is ending"):
+        Collective(shared, 2, 3, CPU)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_drafters_that_have_all_come_all_enter_though_the_run_ends() -> None:
+    """Or the one that does not look at the run's end in time would wait in the group's making for ever."""
+    shared, made = dist.HashStore(), {}
+    first = start(lambda: made.__setitem__(0, Collective(shared, 0, 2, CPU)))
+    first.join(0.05)
+    made[1] = Collective(shared, 1, 2, CPU, closed=lambda: True)
+    first.join(SOON_S)
+    assert sorted(made) == [0, 1]
 
 
 # Hosts

@@ -21,6 +21,7 @@ from draftmill.pipeline.channel import ChannelClosed
 
 TIMEOUT_S = 20 * 60.0
 """How long a drafter waits for the others: for all of them to be built, and in a collective."""
+_VERDICT, _ENTER, _LEAVE = "verdict", "enter", "leave"
 LOOK_EVERY_S = 0.1
 """How often a store is asked for what is not there yet: its own way of waiting can't be ended from here."""
 
@@ -115,8 +116,7 @@ class Collective:
                 raise ChannelClosed
             group, self._in_flight = self._group, True
         try:
-            works = [group.allreduce([tensor]) for tensor in tensors]
-            for work in works:
+            for work in [group.allreduce([tensor]) for tensor in tensors]:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(
@@ -124,6 +124,7 @@ class Collective:
                 "host's run has ended, its log says why"
             ) from error
         finally:
+            del group  # a traceback must not keep the group, or others would wait for this drafter
             with self._lock:
                 self._in_flight = False
 
@@ -142,15 +143,30 @@ class Collective:
 
 
 def _meet(store: dist.Store, rank: int, size: int, closed: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until every drafter is built, before any of them enters the group: nobody is in a collective meanwhile."""
+    """Wait until every drafter is built, before any of them enters the group: nobody is in a collective meanwhile.
+
+    Entering a group can't be broken off, so either all enter or none: the first word on it, of the last to come or of
+    one that has to leave, holds for all.
+    """
     store.set(f"built/{rank}", "")
-    missing, pause, deadline = list(range(size)), threading.Event(), time.monotonic() + timeout_s
-    while missing := [other for other in missing if not store.check([f"built/{other}"])]:
-        if closed():
-            raise ChannelClosed
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"drafter {rank} is built, but after {timeout_s / 60:.3g} minutes drafter "
-                f"{', '.join(map(str, missing))} of {size} is not; the log of its host says what it does"
-            )
-        pause.wait(LOOK_EVERY_S)
+    if store.add("num_built", 1) == size:
+        store.compare_set(_VERDICT, "", _ENTER)
+    pause, deadline = threading.Event(), time.monotonic() + timeout_s
+    late = False
+    while not store.check([_VERDICT]):
+        late = time.monotonic() > deadline
+        if closed() or late:
+            store.compare_set(_VERDICT, "", _LEAVE)
+        else:
+            pause.wait(LOOK_EVERY_S)
+    if store.get(_VERDICT).decode() == _ENTER:
+        return
+    if closed():
+        raise ChannelClosed
+    missing = [str(other) for other in range(size) if not store.check([f"built/{other}"])]
+    if late and missing:
+        raise RuntimeError(
+            f"drafter {rank} is built, but after {timeout_s / 60:.3g} minutes drafter {', '.join(missing)} of {size} "
+            "is not; the log of its host says what it does"
+        )
+    raise RuntimeError(f"drafter {rank} is built, but another host's run is ending; the log of that host says why")
