@@ -140,6 +140,7 @@ class TargetSource:
                     trust_remote_code=self.trust_remote_code,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
+                    use_safetensors=True,  # no pickle is read
                     **options,
                 ),
             )
