@@ -422,3 +422,24 @@ def bench_step(
         as_json=json,
     )
     run(request, lambda flat: FlatAdamW(flat, TrainConfig()))
+
+
+@app.command()
+def plan(
+    config: Annotated[str, typer.Argument(metavar="RUN.YAML", help="The run's configuration.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as in data.token_budget=16384.")
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Costs measured before, as --json prints them.")
+    ] = None,
+    num_devices: Annotated[
+        int | None, typer.Option(help="Devices to plan for; by default those of the configuration.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as one line of JSON.")] = False,
+) -> None:
+    """Measure a target and a drafter, and predict the speed of every split of the devices, best first."""
+    from draftmill.config import load_config
+    from draftmill.train.planning import plan as run
+
+    run(load_config(config, overrides), costs, num_devices, json)

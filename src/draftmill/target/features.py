@@ -21,8 +21,15 @@ from draftmill.target.step import Forward, build_forward
 _logger = logging.getLogger(__name__)
 
 
+class DoesNotFit(RuntimeError):
+    """A batch needs more memory than the target's device has, even in halves."""
+
+
 class TapsReplica:
-    """A cut target on its device or devices, giving its tapped layers' outputs."""
+    """A cut target on its device or devices, giving its tapped layers' outputs.
+
+    report: how the forward runs and why, once the first batch was run
+    """
 
     def __init__(
         self,
@@ -44,13 +51,14 @@ class TapsReplica:
             self.by_document = like.by_document
             if self.by_document:
                 attend_by_document(target)
+        self.report = ""
         self._forward: Forward | None = None
 
     def forward(self, batch: HostBatch) -> list[torch.Tensor]:
         """L tensors [B, S, H] of the batch's rows, padding included, on the target's output device.
 
         The next batch may overwrite them. When memory runs out the rows are run in two halves, and that is logged.
-        Raises RuntimeError, saying what to lower, where that does not help either.
+        Raises DoesNotFit, saying what to lower, where that does not help either.
         """
         if (batch.documents_BS is not None) != self.packed:
             raise RuntimeError(f"expected {'packed' if self.packed else 'bucketed'} rows, got the other kind")
@@ -87,9 +95,9 @@ class TapsReplica:
             raise self._does_not_fit(batch) from error
         return out
 
-    def _does_not_fit(self, batch: HostBatch) -> RuntimeError:
+    def _does_not_fit(self, batch: HostBatch) -> DoesNotFit:
         rows, length = batch.tokens_BS.shape
-        return RuntimeError(
+        return DoesNotFit(
             f"the target on {self.target.device} has too little memory for {rows} rows of {length} tokens; lower "
             "data.token_budget, data.min_rows or data.max_length, or give the target more devices"
         )
@@ -104,5 +112,5 @@ class TapsReplica:
         if self._forward is None:
             built = build_forward(step, self.target, self.layer_ids, tokens, packing, self.by_document)
             _logger.info("target forward on %s: %s", device, built.report)
-            self._forward = built.forward
+            self._forward, self.report = built.forward, built.report
         return self._forward.run(tokens, packing)

@@ -95,7 +95,7 @@ def start_loader(setup: Setup, first_step: int) -> Loader:
             if item.sequence % setup.stream.num_drafters in mine:
                 yield item
 
-    in_flight = len(placement.targets) + len(placement.drafters) * (_num_slots(setup) + 3)
+    in_flight = len(placement.targets) + len(placement.drafters) * (num_slots(setup) + 3)
     return Loader(
         setup.store,
         setup.plan,
@@ -122,7 +122,7 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
 
     channels = {
         setup.first_drafter + index: Channel(
-            _num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
+            num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
         )
         for index, device in enumerate(setup.placement.drafters)
     }
@@ -215,7 +215,7 @@ def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: loggi
     )
 
 
-def _num_slots(setup: Setup) -> int:
+def num_slots(setup: Setup) -> int:
     """Slots of a channel; with several draws a group is held while the next arrives."""
     config = setup.config
     return max(config.pipeline.slots, config.train.accumulate + 1 if config.train.anchor_draws > 1 else 1)

@@ -80,7 +80,7 @@ class Replica:
         learning_rate: Callable[[int], float],
         num_buckets: int,
     ) -> None:
-        self.state, self.step, self.run_update = state, built.step, built.update
+        self.state, self.step, self.run_update, self.report = state, built.step, built.update, built.report
         self.optimizer, self.learning_rate = optimizer, learning_rate
         slots = state.drafter_shape.block_size - 1
         self.heldout_counts = torch.zeros(num_buckets, 2, slots, dtype=torch.int64, device=state.device)

@@ -1,0 +1,280 @@
+"""What a target forward and a drafter step cost on the devices at hand, measured on the run's own data, or read back.
+
+One batch of middle size stands for its length bucket, its time in proportion to the tokens of its rows. The largest
+batch runs first, so that the memory counted is what the run needs at most. Owns the file of measured costs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftmill.data.loader import Loader
+from draftmill.errors import InputError
+from draftmill.pipeline.channel import Slot
+from draftmill.pipeline.features import pack
+from draftmill.records import BatchKind, HostBatch, WorkItem
+from draftmill.step.bench import PeakMemory, on_own_stream, timed
+from draftmill.target.features import DoesNotFit, TapsReplica
+from draftmill.target.head import TargetHead
+from draftmill.target.load import TargetSource
+from draftmill.train.assemble import build_replica, num_slots
+from draftmill.train.loading import Loaded
+from draftmill.train.planning_batches import batch_sizes
+from draftmill.train.replica import Replica
+from draftmill.train.setup import Setup
+
+_logger = logging.getLogger(__name__)
+
+TIMED_RUNS = 3
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """Seconds of one batch of a length bucket.
+
+    num_padded   tokens of its rows, padding included
+    target_s     a forward up to the last tap, and its features packed
+    drafter_s    forward and backward of a drafter step
+    """
+
+    bucket: int
+    num_padded: int
+    target_s: float
+    drafter_s: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs of one replica of each kind. Bytes are of one device, at the largest batch.
+
+    device          what they were measured on
+    device_bytes    memory of such a device, None where it is shared with all else (a CPU)
+    group           devices of one target
+    target_bytes, drafter_bytes  at the peak, weights included; None where it can't be told
+    update_s        one optimizer update
+    all_reduce_s    summing the gradient over all drafters, 0 where it was not measured
+    target_step, drafter_step  how they ran
+    """
+
+    device: str
+    device_bytes: int | None
+    group: int
+    buckets: tuple[BucketCost, ...]
+    update_s: float
+    target_bytes: int | None
+    drafter_bytes: int | None
+    all_reduce_s: float = 0.0
+    target_step: str = ""
+    drafter_step: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able mapping that `from_dict` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, raw: Any, where: str) -> Costs:
+        """Inverse of `to_dict`. Raises InputError, naming the file and the key, for anything else."""
+        if not isinstance(raw, dict):
+            raise InputError(f"{where} holds no costs; write them with draftmill plan RUN.YAML --json > FILE")
+        names = {field.name for field in fields(cls)}
+        needed = names - {"all_reduce_s", "target_step", "drafter_step"}
+        if wrong := sorted(set(raw) - names) or sorted(needed - set(raw)):
+            known = ", ".join(sorted(names))
+            raise InputError(f"{where}: the costs' keys are {known}; {', '.join(wrong)} is unknown or missing")
+        try:
+            buckets = tuple(BucketCost(**bucket) for bucket in raw["buckets"])
+            costs = cls(**{**raw, "buckets": buckets})
+            costs._check()
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: the costs can't be used: {error}") from None
+        return costs
+
+    def _check(self) -> None:
+        if not self.buckets:
+            raise ValueError("no bucket was measured")
+        if self.group < 1:
+            raise ValueError(f"group must be at least 1, got {self.group}")
+        times = [self.update_s, self.all_reduce_s]
+        for bucket in self.buckets:
+            times += [bucket.target_s, bucket.drafter_s]
+            if bucket.num_padded < 1 or bucket.target_s <= 0 or bucket.drafter_s <= 0:
+                raise ValueError(f"bucket {bucket.bucket} must have tokens and times above 0, got {bucket}")
+        if any(not 0 <= seconds < float("inf") for seconds in times):
+            raise ValueError("times must be seconds, 0 or more")
+
+
+def read_costs(path: str) -> Costs:
+    """Costs from a file: what `draftmill plan --json` printed, or its `costs` alone. Raises InputError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").strip().splitlines()
+    except FileNotFoundError:
+        raise InputError(f"no file of costs at {path}; write one with draftmill plan RUN.YAML --json > FILE") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} can't be read: {error}") from None
+    raw: Any = None
+    for text in (lines[-1] if lines else "", "\n".join(lines)):
+        try:
+            raw = json.loads(text)
+            break
+        except ValueError:
+            continue
+    if raw is None:
+        raise InputError(f"{path} is not JSON; write it with draftmill plan RUN.YAML --json > FILE")
+    return Costs.from_dict(raw.get("costs", raw) if isinstance(raw, dict) else raw, path)
+
+
+def measure(setup: Setup) -> Costs:
+    """Load one target and build one drafter, one after the other, as the run would, and time them on its batches.
+
+    Raises InputError for a target that can't be loaded or does not fit.
+    """
+    sizes = batch_sizes(setup.plan, setup.store.lengths)
+    chosen = {bucket: sizes.middle(bucket) for bucket in sizes.buckets}
+    worst = sizes.largest()
+    batches = _read(setup, list(dict.fromkeys([worst, *chosen.values()])))
+    group, drafter_device = setup.placement.targets[0], setup.placement.drafters[0]
+    with on_own_stream(group[-1]):
+        target = _measure_target(setup, batches, worst)
+    gc.collect()
+    if group[-1].type == "cuda":
+        torch.cuda.empty_cache()
+    with on_own_stream(drafter_device):
+        drafter = _measure_drafter(setup, target.head, batches, worst)
+    name = platform.processor() or platform.machine()
+    memory = None
+    if drafter_device.type == "cuda":
+        name = torch.cuda.get_device_name(drafter_device)
+        memory = torch.cuda.get_device_properties(drafter_device).total_memory
+    return Costs(
+        device=name,
+        device_bytes=memory,
+        group=len(group),
+        buckets=tuple(
+            BucketCost(bucket, int(batches[index].tokens_BS.numel()), target.seconds[index], drafter.seconds[index])
+            for bucket, index in chosen.items()
+        ),
+        update_s=drafter.update_s,
+        target_bytes=target.num_bytes,
+        drafter_bytes=drafter.num_bytes,
+        target_step=target.step,
+        drafter_step=drafter.step,
+    )
+
+
+def _read(setup: Setup, indices: list[int]) -> dict[int, HostBatch]:
+    """These batches of the first epoch, by index."""
+    loader = Loader(
+        setup.store,
+        setup.plan,
+        setup.heldout_plan,
+        [WorkItem(index, BatchKind.TRAIN, 0, index) for index in indices],
+        context_slots=setup.step_shape.context_slots,
+        anchor_slots=setup.step_shape.anchor_slots,
+        block_size=setup.shape.block_size,
+        anchor_draws=1,
+        seed=setup.config.run.seed,
+        pin=setup.placement.uses_cuda,
+        read_ahead=len(indices),
+        buffers=len(indices),
+    )
+    with loader:
+        read = [loader.next() for _ in indices]
+    return {batch.index: batch for batch in read if batch is not None}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What was measured of a target: seconds by batch, and what the drafter needs of it."""
+
+    head: TargetHead
+    seconds: dict[int, float]
+    num_bytes: int | None
+    step: str
+
+
+def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> _Target:
+    settings, group = setup.config.target, setup.placement.targets[0]
+    device = group[-1]
+    memory = [PeakMemory(each) for each in dict.fromkeys(group)]
+    source = TargetSource(settings.model, settings.dtype, settings.revision, settings.trust_remote_code)
+    first = source.read(group)
+    head = first.head()
+    packed = setup.config.data.batching == "packed"
+    target = source.place(first, group, setup.shape.target_layer_ids[-1], move=True)
+    replica = TapsReplica(target, setup.shape.target_layer_ids, settings.step, packed)
+    features = torch.zeros(
+        setup.step_shape.context_slots, setup.shape.feature_size, device=device, dtype=target.decoder.dtype
+    )
+
+    def forward(batch: HostBatch) -> None:
+        taps = replica.forward(batch)
+        pack(taps, batch.source_T.to(device, non_blocking=True), features)
+
+    with torch.no_grad():
+        try:
+            forward(batches[worst])
+        except DoesNotFit as error:
+            raise InputError(str(error)) from None
+        seconds = {index: _median(lambda b=batch: forward(b), device) for index, batch in batches.items()}  # type: ignore[misc]
+    on_cuda = device.type == "cuda"
+    return _Target(head, seconds, max(each.read() for each in memory) if on_cuda else None, replica.report)
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """What was measured of a drafter: seconds by batch."""
+
+    seconds: dict[int, float]
+    update_s: float
+    num_bytes: int | None
+    step: str
+
+
+def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatch], worst: int) -> _Drafter:
+    device = setup.placement.drafters[0]
+    memory = PeakMemory(device)
+    try:
+        replica, slots = _build_drafter(setup, head, device)
+    except torch.OutOfMemoryError:
+        shape = setup.step_shape
+        raise InputError(
+            f"a drafter step of {shape.context_slots} context slots and {shape.anchor_slots} anchors does not fit on "
+            f"{device}; lower data.token_budget or train.num_anchors, or set drafter.checkpoint_activations"
+        ) from None
+
+    def step(batch: HostBatch) -> None:
+        slots[0].batch = batch
+        replica.begin()
+        replica.load(slots[0], 0)
+        replica.accumulate()
+
+    step(batches[worst])
+    seconds = {index: _median(lambda b=batch: step(b), device) for index, batch in batches.items()}  # type: ignore[misc]
+    replica.begin()
+    update_s = _median(lambda: replica.update(0), device)
+    on_cuda = device.type == "cuda"
+    return _Drafter(seconds, update_s, memory.read() if on_cuda else None, replica.report)
+
+
+def _build_drafter(setup: Setup, head: TargetHead, device: torch.device) -> tuple[Replica, list[Slot]]:
+    """A drafter with its channel's slots, whose features are random."""
+    replica = build_replica(setup, Loaded([], head, None), device, _logger)
+    size = setup.step_shape.context_slots, setup.shape.feature_size
+    slots = [Slot(*size, device, setup.dtype) for _ in range(num_slots(setup))]
+    for slot in slots:
+        slot.features_TF.normal_()
+    return replica, slots
+
+
+def _median(work: Callable[[], object], device: torch.device) -> float:
+    return statistics.median(timed(work, device, TIMED_RUNS, warm_ups=1))
