@@ -38,7 +38,7 @@ def apply_fused(rope: bool = True, cross_entropy: bool = True, model: Any = None
         modeling_qwen3.apply_rotary_pos_emb = fused_rotary
     modeling_qwen3.Qwen3RMSNorm = FusedNorm
     modeling_qwen3.Qwen3MLP.extra_repr = lambda _self: "fused"
-    for layer in model.model.layers:
+    for layer in model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.fused_eps = 1e-6
             norm.forward = types.MethodType(FusedNorm.forward, norm)

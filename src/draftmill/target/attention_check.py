@@ -44,7 +44,7 @@ def prepare_packing(target: Target, layer_ids: Sequence[int]) -> bool:
         )
     alone = _features_alone(target, layer_ids)
     allowed = EXACT
-    if target.decoder.dtype != torch.float32:
+    if target.dtype != torch.float32:
         allowed = SHARE_OF_A_LEAK * _difference(target, layer_ids, alone, how=None)
     if _attends_by_document(target, layer_ids, alone, allowed):
         return True
@@ -72,7 +72,7 @@ def check_causal(target: Target, layer_ids: Sequence[int]) -> None:
             features = [taps.outputs[layer][0, : LENGTHS[0]].to(target.output_device) for layer in layer_ids]
             found.append(torch.cat(features, dim=-1).float())
     difference = float(((found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)).median())
-    if not difference <= SAME_SHAPE.get(target.decoder.dtype, 1e-2):
+    if not difference <= SAME_SHAPE.get(target.dtype, 1e-2):
         raise InputError(
             f"{type(target.model).__name__} is not causal: a token's features change by {difference:.1e} with what "
             "comes after it; a drafter needs a causal target"
@@ -107,8 +107,8 @@ def _attends_by_document(target: Target, layer_ids: Sequence[int], alone: list[t
 
 
 def _implementations(target: Target) -> list[tuple[Any, Any]]:
-    configs = {id(config): config for config in (target.config, target.text_config, target.decoder.config)}
-    return [(config, config._attn_implementation) for config in configs.values()]
+    configs = (target.config, target.text_config, getattr(target.decoder, "config", target.config))
+    return [(config, config._attn_implementation) for config in {id(one): one for one in configs}.values()]
 
 
 def _windows_are_handed_on(target: Target, windows: dict[int, int | None]) -> bool:

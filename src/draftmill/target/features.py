@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -45,8 +46,10 @@ class TapsReplica:
         """
         self.target, self.layer_ids, self.step, self.packed = target, tuple(layer_ids), step, packed
         if like is None:
-            check_causal(target, layer_ids)
-            self.by_document = prepare_packing(target, layer_ids) if packed else False
+            device = target.output_device
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                check_causal(target, layer_ids)
+                self.by_document = prepare_packing(target, layer_ids) if packed else False
         else:
             self.by_document = like.by_document
             if self.by_document:

@@ -54,6 +54,11 @@ class Target:
         return next(self.layers[-1].parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of its activations, which is that of its embedding, also where its layers are quantized."""
+        return self.model.get_input_embeddings().weight.dtype
+
+    @property
     def text_config(self) -> Any:
         """The language model's own configuration, also where it is nested in a multimodal one."""
         return self.config.get_text_config()
@@ -144,7 +149,8 @@ def find_decoder(model: Any) -> Any:
         raise InputError(f"the target's architecture {name} has an encoder; a drafter needs a decoder-only target")
     try:
         decoder = model.get_decoder()
-        while (inner := decoder.get_decoder()) is not decoder:  # a language model with its own head, nested
+        # a language model with its own head may be nested in another
+        while hasattr(decoder, "get_decoder") and (inner := decoder.get_decoder()) is not decoder:
             decoder = inner
     except AttributeError as error:
         raise InputError(f"the target's architecture {name} is not a causal language model: {error}") from None

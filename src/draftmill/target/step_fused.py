@@ -55,7 +55,7 @@ def patch_for(target: Target) -> Callable[..., None]:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
         raise NoFusedKernels(f"liger-kernel can't be imported ({error})") from None
-    kind = str(getattr(target.decoder.config, "model_type", ""))
+    kind = str(getattr(target.text_config, "model_type", ""))
     known: dict[str, Callable[..., None]] = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     if kind not in known:
         raise NoFusedKernels(f"Liger knows no kernels for {kind}")
@@ -82,7 +82,7 @@ class _Change:
 def patched(target: Target, patch: Callable[..., None]) -> list[_Change]:
     """Patch the target's modules and leave the process as it was; returns what undoes it.
 
-    patch: called with the model and options, as Liger's functions are.
+    patch: called with the decoder and options, as Liger's functions are.
     """
     modules = [_Change(module) for module in target.model.modules()]
     namespaces = {name: dict(vars(module)) for name, module in _modeling_modules().items()}
@@ -91,7 +91,7 @@ def patched(target: Target, patch: Callable[..., None]) -> list[_Change]:
     }
     options = {name: off for name, off in _OFF.items() if name in inspect.signature(patch).parameters}
     try:
-        patch(model=target.model, **options)
+        patch(model=target.decoder, **options)
         replaced = _replaced_functions(namespaces)
     finally:
         _restore(namespaces, classes)

@@ -212,9 +212,8 @@ def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> 
     packed = setup.config.data.batching == "packed"
     target = source.place(first, group, setup.shape.target_layer_ids[-1], move=True)
     replica = TapsReplica(target, setup.shape.target_layer_ids, settings.step, packed)
-    features = torch.zeros(
-        setup.step_shape.context_slots, setup.shape.feature_size, device=device, dtype=target.decoder.dtype
-    )
+    size = setup.step_shape.context_slots, setup.shape.feature_size
+    features = torch.zeros(size, device=device, dtype=setup.dtype)
 
     def forward(batch: HostBatch) -> None:
         taps = replica.forward(batch)
