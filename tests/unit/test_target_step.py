@@ -1,0 +1,114 @@
+"""The choice of the target's step by measurement: what is kept, what is rejected, and how the target is left."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from draftmill.target import step as steps
+from draftmill.target import step_compiled, step_fused, step_graphed
+from draftmill.target.step import EagerForward
+from target_kinds import random_tokens, tiny_target
+
+torch.set_num_threads(1)
+
+TAPS = (1, 3, 6)
+TOKENS = random_tokens(2, 8)
+APPLIED: list[str] = []
+
+
+def way(name: str, sleep_s: float = 0.0, off: float = 0.0, error: Exception | None = None) -> type:
+    """A forward that is slow, wrong or broken as told, and notes when the target is changed."""
+
+    class Way:
+        def __init__(self, *parts: Any) -> None:
+            if name == "graphed":
+                assert [parts[0].name] == APPLIED or parts[0].name == "plain", "a graph is made of what is applied"
+                return
+            self.plain = EagerForward(*parts[:2])
+
+        def apply(self) -> None:
+            if name != "graphed":
+                APPLIED.append(name)
+
+        def undo(self) -> None:
+            if name in APPLIED:
+                APPLIED.remove(name)
+
+        def run(self, tokens: torch.Tensor, packing: Any) -> list[torch.Tensor]:
+            if error is not None:
+                raise error
+            time.sleep(sleep_s)
+            return [feature + off * feature.roll(1, 0) for feature in PLAIN]
+
+    Way.name = name  # type: ignore[attr-defined]
+    return Way
+
+
+TARGET = tiny_target("llama")
+PLAIN = [feature.clone() for feature in EagerForward(TARGET, TAPS).run(TOKENS, None)]
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, choice: str, packed: bool = False, **ways: type) -> steps.Built:
+    """Choose among the given ways and a plain one that takes a hundredth of a second."""
+    APPLIED.clear()
+    for name, module in (("fused", step_fused), ("compiled", step_compiled), ("graphed", step_graphed)):
+        given = ways.get(name, way(name, error=RuntimeError(f"no {name} here\nand more")))
+        monkeypatch.setattr(module, f"{name.capitalize()}Forward", given)
+    plain = EagerForward(TARGET, TAPS)
+    monkeypatch.setattr(plain, "run", way("plain", 0.01)(TARGET, TAPS).run)
+    return steps._choose(choice, plain, TOKENS, object() if packed else None)  # type: ignore[arg-type]
+
+
+def test_auto_keeps_the_fastest_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = choose(monkeypatch, "auto", fused=way("fused", 0.005), compiled=way("compiled", 0.0))
+    assert built.forward.name == "compiled"
+    assert APPLIED == ["compiled"]
+    assert built.report.startswith("compiled (auto; 2x8: plain ")
+    assert "fused differs by 0.0e+00" in built.report
+    built = choose(monkeypatch, "auto", fused=way("fused", 0.0), compiled=way("compiled", 0.02))
+    assert (built.forward.name, APPLIED) == ("fused", ["fused"])
+
+
+def test_auto_rejects_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = choose(monkeypatch, "auto", fused=way("fused", 0.0, off=0.5))
+    assert (built.forward.name, APPLIED) == ("plain", [])
+    assert "fused rejected: RuntimeError: features differ from the plain model's by " in built.report
+    assert "compiled rejected: RuntimeError: no compiled here" in built.report
+    assert "and more" not in built.report
+    wrong = choose(monkeypatch, "auto", compiled=way("compiled", 0.0, off=float("nan")))
+    assert wrong.forward.name == "plain"
+    assert "features differ from the plain model's by nan" in wrong.report
+
+
+def test_a_graph_is_made_of_the_best_way_and_stays_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.004), graphed=way("graphed", 0.0))
+    assert (built.forward.name, APPLIED) == ("graphed", ["compiled"])
+    built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.0), graphed=way("graphed", 0.01))
+    assert (built.forward.name, APPLIED) == ("compiled", ["compiled"])
+    built = choose(monkeypatch, "auto", compiled=way("compiled", 0.004), graphed=way("graphed", 0.0))
+    assert built.forward.name == "compiled"  # rows of any shape are not captured
+
+
+def test_eager_takes_fused_kernels_only_where_they_are_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = choose(monkeypatch, "eager", fused=way("fused", 0.0), compiled=way("compiled", 0.0))
+    assert (built.forward.name, APPLIED) == ("fused", ["fused"])
+    assert built.report.startswith("fused (as configured: eager; 2x8: plain ")
+    assert choose(monkeypatch, "eager", fused=way("fused", 0.03)).forward.name == "plain"
+    assert choose(monkeypatch, "eager").forward.name == "plain"
+
+
+def test_what_was_asked_for_is_kept_even_if_slow_and_raised_if_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = choose(monkeypatch, "compiled", fused=way("fused", 0.0), compiled=way("compiled", 0.03))
+    assert (built.forward.name, APPLIED) == ("compiled", ["compiled"])
+    built = choose(monkeypatch, "graphed", packed=True, fused=way("fused", 0.0), graphed=way("graphed", 0.03))
+    assert (built.forward.name, APPLIED) == ("graphed", ["fused"])
+    with pytest.raises(RuntimeError, match="no compiled here"):
+        choose(monkeypatch, "compiled")
+    assert APPLIED == []
+    with pytest.raises(RuntimeError, match="features differ"):
+        choose(monkeypatch, "compiled", compiled=way("compiled", 0.0, off=1.0))
+    assert APPLIED == []
