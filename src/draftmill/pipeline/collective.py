@@ -119,9 +119,10 @@ class Collective:
             for work in [group.allreduce([tensor]) for tensor in tensors]:
                 work.wait()
         except RuntimeError as error:
+            reason = str(error).partition(". ")[0]
             raise RuntimeError(
-                f"the sum over all {self.size} drafters was broken off ({str(error).splitlines()[0]}); where another "
-                "host's run has ended, its log says why"
+                f"the sum over all {self.size} drafters was broken off ({reason}); where another host's run has ended, "
+                "its log says why"
             ) from error
         finally:
             del group  # a traceback must not keep the group, or others would wait for this drafter

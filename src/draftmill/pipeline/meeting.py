@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +22,7 @@ TIMEOUT_S = 60 * 60.0
 TELL_AFTER_S = 10.0
 """A wait that lasts longer is told once."""
 _STOP = "stop"
+T = TypeVar("T")
 
 
 class Meeting:
@@ -46,6 +47,20 @@ class Meeting:
         self._store.set(f"{what}/{self.hosts.rank}", json.dumps(value))
         return [json.loads(self._wait(what, rank, tell)) for rank in range(self.hosts.count)]
 
+    def leave(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        """The last word, once all drafters are done. The first host, which may serve the store, waits for the others'.
+
+        Raises RuntimeError, as `exchange` does.
+        """
+        self.exchange("ending", None, tell)  # nobody leaves the group while another's drafters need it
+        if self._store is None:
+            return
+        if self.hosts.rank:
+            self._store.set(f"leaving/{self.hosts.rank}", "null")
+            return
+        for rank in range(1, self.hosts.count):
+            self._wait("leaving", rank, tell)
+
     def compare(self, facts: dict[str, Any]) -> None:
         """Refuse hosts that are not set up alike. Raises InputError that names every fact in which one differs."""
         first, *others = self.exchange("comparing set-ups", facts)
@@ -54,7 +69,28 @@ class Meeting:
                 f"{name} is {theirs.get(name)}, not {first[name]}" for name in first if theirs.get(name) != first[name]
             ]
             if unlike:
+                self.leave()
                 raise InputError(f"host {rank} is not set up as host 0 is: {'; '.join(unlike)}; make them equal")
+
+    def first_decides(self, what: str, decide: Callable[[], T], told: Callable[[T], Any]) -> T | Any:
+        """What the first host decides: there the value itself, on the others what it tells of it, a JSON value.
+
+        Raises, on all of them, the InputError that deciding raised.
+        """
+        if self.hosts.rank:
+            word = self.exchange(what, None)[0]
+            if word["refused"] is None:
+                return word["told"]
+            self.leave()
+            raise InputError(word["refused"])
+        try:
+            value = decide()
+        except InputError as error:
+            self.exchange(what, {"refused": str(error)})
+            self.leave()
+            raise
+        self.exchange(what, {"refused": None, "told": told(value)})
+        return value
 
     def stop_after(self, step: int, wish: str) -> str:
         """Whether all hosts stop after this step: "no", or how. Asked after each step was handed to the drafters.

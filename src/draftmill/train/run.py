@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +60,7 @@ def train(
     start = find_start(setup, run_dir, resume, meeting)
     if start.finished is not None:
         logging.getLogger(__name__).warning(start.finished)
+        meeting.leave()
         return run_dir
     with _directory(setup, run_dir, start, meeting, console) as run:
         try:
@@ -86,20 +86,21 @@ def _record(run: RunDirectory, failure: WorkerFailed | NotFinite | Stalled | Non
         run.finish(Phase.STALLED)
 
 
-@contextmanager
-def _directory(setup: Setup, run_dir: Path, start: Start, meeting: Meeting, console: bool) -> Iterator[RunDirectory]:
+def _directory(setup: Setup, run_dir: Path, start: Start, meeting: Meeting, console: bool) -> RunDirectory:
     """The run's directory; of a host that is not the first, a folder of its own inside it, with log, state, metrics."""
-    rank, config, resumes = setup.hosts.rank, setup.config, start.resumes
-    path = run_dir
-    if rank:
-        meeting.exchange("taking the run directory", None)  # it is the first host's to make
-        path = run_dir / f"host-{rank}"
-        resumes = (path / STATE_FILE).exists()
-        config = config.model_copy(update={"monitor": config.monitor.model_copy(update={"trackers": []})})
-    with RunDirectory.create(path, config.to_yaml(), environment(setup), resumes, console=console) as run:
-        if not rank:
-            meeting.exchange("taking the run directory", None)
-        yield run
+
+    def create(path: Path, config: Config, resumes: bool) -> RunDirectory:
+        return RunDirectory.create(path, config.to_yaml(), environment(setup), resumes, console=console)
+
+    rank, config = setup.hosts.rank, setup.config
+    taken = meeting.first_decides(
+        "taking the run directory", lambda: create(run_dir, config, start.resumes), lambda _run: None
+    )
+    if isinstance(taken, RunDirectory):
+        return taken
+    path = run_dir / f"host-{rank}"
+    quiet = config.monitor.model_copy(update={"trackers": []})
+    return create(path, config.model_copy(update={"monitor": quiet}), (path / STATE_FILE).exists())
 
 
 def _train(
@@ -118,6 +119,7 @@ def _train(
     run.phase(Phase.LOADING_TARGETS)
     loaded = load_targets(setup, run)
     if any(wish != "no" for wish in meeting.exchange("loading targets", run.stop_requested(), run.log.info)):
+        meeting.leave(run.log.info)
         return Phase.STOPPED  # nothing was trained yet, so there is nothing to save
     run.phase(Phase.WARMING_UP)
     checkpoint = start.checkpoint
@@ -141,7 +143,7 @@ def _train(
         if start.resumes:
             reporter.resumed(start.first_step)
         phase = training_loop(setup, running.team, meeting, saver, reporter, start.first_step)
-        meeting.exchange("ending", None, run.log.info)  # nobody leaves the group while another needs it
+        meeting.leave(run.log.info)
         return phase
 
 

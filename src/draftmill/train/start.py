@@ -38,6 +38,11 @@ class Start:
         """The first step to do, counted from 0."""
         return self.checkpoint.step if self.checkpoint is not None else 0
 
+    def told(self) -> dict[str, Any]:
+        """What the other hosts need to know of it."""
+        folder = self.checkpoint.folder.name if self.checkpoint is not None else None
+        return {"checkpoint": folder, "resumes": self.resumes, "finished": self.finished}
+
 
 def find_start(setup: Setup, run_dir: Path, resume: bool, meeting: Meeting) -> Start:
     """Decide where the run begins, from what its directory holds.
@@ -46,12 +51,10 @@ def find_start(setup: Setup, run_dir: Path, resume: bool, meeting: Meeting) -> S
     the one before: nobody is there to answer. Raises InputError for a checkpoint that can't be used, or is of another
     run, for a finished run, and for a directory that holds none, where resuming was asked for.
     """
-    if setup.hosts.rank == 0:
-        start = _first_hosts_start(setup, run_dir, resume)
-        meeting.exchange("choosing the checkpoint", _told(start))
-    else:
-        decided = meeting.exchange("choosing the checkpoint", None)[0]
-        start = _told_start(run_dir, decided)
+    found = meeting.first_decides(
+        "choosing the checkpoint", lambda: _first_hosts_start(setup, run_dir, resume), lambda start: start.told()
+    )
+    start = found if isinstance(found, Start) else _told_start(run_dir, found)
     if start.checkpoint is None:
         return start
     changes = resuming.check_same_run(
@@ -77,11 +80,6 @@ def _first_hosts_start(setup: Setup, run_dir: Path, resume: bool) -> Start:
     if finished is not None and not unasked:
         raise InputError(finished)
     return Start(checkpoint, True, finished, (*notes, f"going on from {checkpoint.folder.name}"))
-
-
-def _told(start: Start) -> dict[str, Any]:
-    folder = start.checkpoint.folder.name if start.checkpoint is not None else None
-    return {"checkpoint": folder, "resumes": start.resumes, "finished": start.finished}
 
 
 def _told_start(run_dir: Path, told: dict[str, Any]) -> Start:
