@@ -82,7 +82,7 @@ def test_features_are_those_of_the_cpu(kind: str) -> None:
     batch = bucketed_batch(documents_of([11, 30, 17]), ROW)
     expected = real_tokens(TapsReplica(cut(kind, torch.float32, "cpu"), TAPS).forward(batch), batch)
     exact = real_tokens(TapsReplica(cut(kind, torch.float32), TAPS).forward(batch), batch)
-    assert median_difference(exact, expected) < 1e-4
+    assert median_difference(exact, expected) < 1e-3  # convolutions may use TF32
     rounded = real_tokens(TapsReplica(cut(kind), TAPS).forward(batch), batch)
     assert median_difference(rounded, expected) < 0.3
 
@@ -153,14 +153,13 @@ def test_a_captured_forward_follows_its_inputs(inner: type[EagerForward]) -> Non
         way = inner(target, TAPS, True, ROW) if inner is CompiledForward else inner(target, TAPS, True)
         graphed = GraphedForward(way)
         way.apply()
-        outputs = None
+        graph = None
         for seed, lengths in enumerate(([[11, 17, 30], [1, 50], [64]], [[64]] * 3, [[5] * 12] * 3, [[1] * 60] * 3)):
             batch = packed_batch(rows(*lengths, seed=10 * seed), ROW)
             tokens = batch.tokens_BS.cuda()
             got = graphed.run(tokens, packing(batch))
-            again = outputs is not None and got[0].data_ptr() == outputs[0].data_ptr()
-            assert again == (seed in (1, 2))  # 180 documents and more need another graph than 64
-            outputs = got
+            assert (graphed._graph is graph) == (seed in (1, 2))  # 183 runs of tokens need another graph than 64
+            graph = graphed._graph
             ours = real_tokens([tap.clone() for tap in got], batch)
             way.undo()
             theirs = real_tokens(plain.run(tokens, packing(batch)), batch)

@@ -25,7 +25,8 @@ LENGTHS, ROW = (11, 7, 9), 32
 EXACT = 1e-4
 """Median relative difference of a token's features in float32 that a row of another length may make by rounding."""
 SHARE_OF_A_LEAK = 0.25
-"""The same in half precision, as a share of what it is where the documents do see one another."""
+"""The same in half precision, as a share of what it is where the documents do see one another. Of SmolLM2-135M in
+bfloat16 rounding makes 0.012, and a leak 0.53."""
 SAME_SHAPE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 """The same between two rows of one length, where a causal target without experts has no difference at all."""
 
