@@ -2,8 +2,8 @@
 
 Qwen3-8B's shape by default, cut after layer 33, random bfloat16 weights. A batch has the same documents for everybody:
 one a row (plain, fused, compiled), or packed into rows of 8192 tokens (packed, packed-compiled, graphed), as a worker
-runs them. Everybody is timed in turns in one process: a turn is one run that is not counted, and two. `launch_ms`
-is how long Python took before it could go on, which is what a worker takes from the other threads. Useful work counts
+runs them. Everybody is timed in turns in one process: a turn is one run that is not counted and two that are.
+`launch_ms` is how long Python took before it went on, which a worker takes from the other threads. Useful work counts
 matrix products of real tokens and pairs that see each other: no embedding, no LM head. The ceiling is a product of two
 random 8192 x 8192 matrices, before and after. Features are compared with the plain forward's (`difference`). Memory is
 the peak of tensors, weights included; what a captured forward works in is not among them.

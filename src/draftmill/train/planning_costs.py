@@ -11,7 +11,7 @@ import json
 import logging
 import platform
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from draftmill.errors import InputError
 from draftmill.pipeline.channel import Slot
 from draftmill.pipeline.features import pack
 from draftmill.records import BatchKind, HostBatch, WorkItem
-from draftmill.step.bench import PeakMemory, on_own_stream, timed
+from draftmill.step.bench import on_own_stream, timed
 from draftmill.target.features import DoesNotFit, TapsReplica
 from draftmill.target.head import TargetHead
 from draftmill.target.load import TargetSource
@@ -145,9 +145,6 @@ def measure(setup: Setup) -> Costs:
     group, drafter_device = setup.placement.targets[0], setup.placement.drafters[0]
     with on_own_stream(group[-1]):
         target = _measure_target(setup, batches, worst)
-    gc.collect()
-    if group[-1].type == "cuda":
-        torch.cuda.empty_cache()
     with on_own_stream(drafter_device):
         drafter = _measure_drafter(setup, target.head, batches, worst)
     name = platform.processor() or platform.machine()
@@ -205,7 +202,7 @@ class _Target:
 def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> _Target:
     settings, group = setup.config.target, setup.placement.targets[0]
     device = group[-1]
-    memory = [PeakMemory(each) for each in dict.fromkeys(group)]
+    _forget_peaks(group)
     source = TargetSource(settings.model, settings.dtype, settings.revision, settings.trust_remote_code)
     first = source.read(group)
     head = first.head()
@@ -225,8 +222,7 @@ def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> 
         except DoesNotFit as error:
             raise InputError(str(error)) from None
         seconds = {index: _median(lambda b=batch: forward(b), device) for index, batch in batches.items()}  # type: ignore[misc]
-    on_cuda = device.type == "cuda"
-    return _Target(head, seconds, max(each.read() for each in memory) if on_cuda else None, replica.report)
+    return _Target(head, seconds, _peak(group), replica.report)
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,7 @@ class _Drafter:
 
 def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatch], worst: int) -> _Drafter:
     device = setup.placement.drafters[0]
-    memory = PeakMemory(device)
+    _forget_peaks([device])
     try:
         replica, slots = _build_drafter(setup, head, device)
     except torch.OutOfMemoryError:
@@ -261,8 +257,7 @@ def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatc
     seconds = {index: _median(lambda b=batch: step(b), device) for index, batch in batches.items()}  # type: ignore[misc]
     replica.begin()
     update_s = _median(lambda: replica.update(0), device)
-    on_cuda = device.type == "cuda"
-    return _Drafter(seconds, update_s, memory.read() if on_cuda else None, replica.report)
+    return _Drafter(seconds, update_s, _peak([device]), replica.report)
 
 
 def _build_drafter(setup: Setup, head: TargetHead, device: torch.device) -> tuple[Replica, list[Slot]]:
@@ -273,6 +268,22 @@ def _build_drafter(setup: Setup, head: TargetHead, device: torch.device) -> tupl
     for slot in slots:
         slot.features_TF.normal_()
     return replica, slots
+
+
+def _forget_peaks(devices: Sequence[torch.device]) -> None:
+    """Free what was measured before, and count peaks from here on."""
+    gc.collect()
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(devices: Sequence[torch.device]) -> int | None:
+    """Bytes of the fullest device; what the allocator holds counts, for a captured graph works in that."""
+    found = [torch.cuda.max_memory_reserved(device) for device in devices if device.type == "cuda"]
+    return max(found) if found else None
 
 
 def _median(work: Callable[[], object], device: torch.device) -> float:
