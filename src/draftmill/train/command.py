@@ -9,15 +9,12 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import NoReturn
 
 from draftmill.config import Config
 from draftmill.errors import InputError
 from draftmill.monitor.detach import start_detached
-from draftmill.monitor.layout import LOG_FILE, STATE_FILE
+from draftmill.monitor.layout import LOG_FILE
 from draftmill.monitor.leftovers import start_warnings
-from draftmill.monitor.process import ProcessIdentity
-from draftmill.monitor.state import read_json
 from draftmill.train.naming import with_directory
 
 
@@ -37,44 +34,28 @@ def run(config: Config, arguments: list[str], *, detach: bool, resume: bool) -> 
         for line in start_detached(again, directory).lines():
             print(line)
         return 0
-    from draftmill.pipeline.collective import Hosts
     from draftmill.train.run import ended_by, train
 
-    hosts = Hosts.from_environment()
-    config = with_directory(config) if hosts.count == 1 else config
-    directory = Path(str(config.run.dir)) / (f"host-{hosts.rank}" if hosts.rank else "")
+    begun: list[Path] = []
     try:
-        train(config, resume=resume)
+        train(config, resume=resume, begun=begun.append)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if not _recorded(directory):  # the run has not begun: the user's input, or a bug with its traceback
+        if not begun:  # the user's input, or a bug with its traceback
             raise
         reason = str(error) or type(error).__name__
-        print(f"draftmill: error: {reason}; the whole story is in {directory / LOG_FILE}", file=sys.stderr)
+        print(f"draftmill: error: {reason}; the whole story is in {begun[0] / LOG_FILE}", file=sys.stderr)
         return _leave(ended_by(error))
     return 0
 
 
-def _recorded(directory: Path) -> bool:
-    """Whether the directory says how this very process's run ended."""
-    try:
-        state = read_json(directory / STATE_FILE) or {}
-    except OSError:
-        return False
-    return bool(state.get("ended")) and state.get("process") == ProcessIdentity.of_this().to_json()
-
-
 def _leave(code: int) -> int:
-    """The code, returned if the process can end by itself: a thread that hangs in native code may keep it from that."""
+    """The code; where threads hang, which can keep Python from ending, the process ends with it at once."""
     from draftmill.pipeline.supervision import Worker
 
     if any(isinstance(thread, Worker) for thread in threading.enumerate()):
-        _end_at_once(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
-
-
-def _end_at_once(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

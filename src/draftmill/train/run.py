@@ -39,11 +39,13 @@ def train(
     resume: bool = False,
     console: bool = True,
     observe: Callable[[dict[str, Any]], None] = lambda _record: None,
+    begun: Callable[[Path], None] = lambda _directory: None,
 ) -> Path:
     """Train a drafter; returns its run directory.
 
     resume: go on from the run directory's newest checkpoint. console: whether the log also goes to standard error.
-    observe: gets every record of metrics.jsonl as it is written, in this thread.
+    observe: gets every record of metrics.jsonl as it is written, in this thread. begun: called with this host's
+    directory once it is taken; from there on whatever goes wrong is recorded in it.
     Raises InputError for what the user can change, before anything is written; WorkerFailed, naming worker and device,
     for a worker's failure; NotFinite for a loss that is not; Stalled when nothing moves any more. Should this thread
     itself hang in a device that never answers, the process ends with the exit code of `ended_by`.
@@ -63,6 +65,7 @@ def train(
         meeting.leave()
         return run_dir
     with _directory(setup, run_dir, start, meeting, console) as run:
+        begun(run.path)
         try:
             run.finish(_train(setup, run, run_dir, start, store, meeting, observe))
         except (WorkerFailed, NotFinite, Stalled) as failure:
@@ -83,6 +86,7 @@ def _record(run: RunDirectory, failure: WorkerFailed | NotFinite | Stalled | Non
     elif isinstance(failure, NotFinite):
         run.crash(failure, step=failure.step)
     else:
+        run.log.error(f"{failure or 'the main thread hangs'}; where every thread stood is above")
         run.finish(Phase.STALLED)
 
 
