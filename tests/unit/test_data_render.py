@@ -181,6 +181,15 @@ def test_only_the_last_turn(tmp_path: Path) -> None:
     assert written(made, {"messages": chat("one?", "first", "two?", "second")}) == ["second<|im_end|>"]
 
 
+def test_the_end_of_a_turn_that_was_cut_is_not_learned(tmp_path: Path) -> None:
+    """What `regenerate` marks as having met its limit on length."""
+    made = encoder(tmp_path, doubles.CHATML)
+    turns = chat("one?", "first", "two?", "second")
+    assert written(made, {"messages": turns, "ended": False}) == ["first<|im_end|>", "second"]
+    assert written(made, {"messages": turns, "ended": True}) == ["first<|im_end|>", "second<|im_end|>"]
+    assert written(made, {"prompt": "one?", "completion": "first", "ended": False}) == ["first"]
+
+
 def test_the_text_is_the_templates_own(tmp_path: Path) -> None:
     made = encoder(tmp_path, doubles.CHATML_DEFAULT_SYSTEM)
     messages = chat("naïve 東京 😀?", "Zürich\n\n  ok ")

@@ -54,6 +54,8 @@ class Chat:
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     notes: list[str] = field(default_factory=list)
+    ended: bool = True
+    """Whether the target ended its last turn itself; False where a limit on its length cut it."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ class Tokens:
 
 
 def parse_row(row: Any, vocab_size: int) -> Chat | Tokens:
-    """Bring a row to one form.
+    """Bring a row to one form. `"ended": false`, as `regenerate` writes it, says that the last turn was cut.
 
     Raises:
         BadSample: the row can't be used.
@@ -78,10 +80,12 @@ def parse_row(row: Any, vocab_size: int) -> Chat | Tokens:
         return _tokens(row["input_ids"], row.get("loss_mask"), vocab_size)
     for column in ("messages", "conversations"):
         if (messages := row.get(column)) is not None:
-            return _chat(_decoded(messages), row.get("tools"))
+            return _chat(_decoded(messages), row.get("tools"), row.get("ended"))
     if row.get("prompt") is not None and row.get("completion") is not None:
         return _chat(
-            _as_messages(row["prompt"], "user") + _as_messages(row["completion"], "assistant"), row.get("tools")
+            _as_messages(row["prompt"], "user") + _as_messages(row["completion"], "assistant"),
+            row.get("tools"),
+            row.get("ended"),
         )
     columns = ", ".join(sorted(map(str, row))[:8]) or "none"
     empty = [column for column in COLUMNS if column in row and row[column] is None]
@@ -130,16 +134,18 @@ def _as_messages(value: Any, role: str) -> list[Any]:
     raise BadSample("prompt or completion is neither text nor a list of messages", f"got {type(value).__name__}")
 
 
-def _chat(messages: Any, tools: Any) -> Chat:
+def _chat(messages: Any, tools: Any, ended: Any = None) -> Chat:
     if not isinstance(messages, list):
         raise BadSample("messages is not a list", f"got {type(messages).__name__}")
     if not messages:
         raise BadSample("messages is empty")
-    chat = Chat([_message(message) for message in messages], _tools(tools))
+    chat = Chat([_message(message) for message in messages], _tools(tools), ended=ended is not False)
     while chat.messages and not is_written_by_target(chat.messages[-1]):
         chat.messages.pop()
     if not chat.messages:
         raise BadSample("no assistant turn", f"roles: {', '.join(_message(message)['role'] for message in messages)}")
+    if not chat.ended:
+        chat.notes.append("the last turn was cut: its end is not learned")
     if len(chat.messages) < len(messages):
         chat.notes.append("turns after the last assistant turn left out")
     asked = False

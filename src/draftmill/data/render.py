@@ -77,11 +77,19 @@ class ChatTemplate:
 
     def turns(self, chat: Chat, text: str) -> list[Span]:
         """What the target writes in `text`, the chat's own rendering: one span for each of its turns, in order,
-        the token that ends the turn included.
+        the token that ends the turn included, but for a last turn that was cut.
 
         Raises:
             BadSample: a turn can't be found.
         """
+        spans = self._whole_turns(chat, text)
+        if not chat.ended:
+            first, last = spans[-1]
+            closer = next((closer for closer in self.closers if text.endswith(closer, first, last)), "")
+            spans[-1] = (first, last - len(closer))
+        return spans
+
+    def _whole_turns(self, chat: Chat, text: str) -> list[Span]:
         num_turns = sum(map(is_written_by_target, chat.messages))
         source = self._tokenizer.get_chat_template(None, chat.tools)
         if "generation" in source and _GENERATION_TAG.search(source):
