@@ -49,7 +49,7 @@ RECIPE: dict[str, dict[str, Any]] = {
             "epochs": 1,
             "num_anchors": 128,
             "anchor_draws": 2,
-            "max_steps": 440,
+            "max_steps": 400,
             "lr": 2.0e-3,
             "evaluate_every": 110,
         },
@@ -166,8 +166,9 @@ def train_with_progress(console: Console, config: Config) -> tuple[int, float]:
         TimeRemainingColumn(),
     )
     steps, num_tokens, started = 0, 0, time.monotonic()
+    total = set_up(config, Hosts()).stream.total_steps
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=set_up(config, Hosts()).stream.total_steps, loss="-", tau="-")
+        task = progress.add_task("training", total=total, loss="-", tau="-")
 
         def observe(record: dict[str, Any]) -> None:
             nonlocal steps, num_tokens
@@ -178,6 +179,9 @@ def train_with_progress(console: Console, config: Config) -> tuple[int, float]:
                 progress.update(task, tau=f"{record['accept_length']:.2f}")
 
         train(config, console=False, observe=observe)
+    if steps < total:
+        console.print(f"stopped after step {steps}; what was trained is in {config.run.dir}")
+        raise KeyboardInterrupt
     return steps, num_tokens / (time.monotonic() - started)
 
 
