@@ -85,6 +85,20 @@ def test_drafters_that_are_built_wait_for_the_others_outside_any_group() -> None
         Collective(None, 0, 2, CPU)
 
 
+def test_who_waits_hears_of_each_that_is_built() -> None:
+    """So that a wait for many, built one after another, is not taken for a stall."""
+    shared, heard = dist.HashStore(), []
+    waiting = [start(lambda: Collective(shared, 0, 3, CPU, built=heard.append))]
+    waiting[0].join(0.2)
+    waiting.append(start(lambda: Collective(shared, 1, 3, CPU)))
+    waiting[0].join(0.3)
+    assert heard == [2]
+    waiting.append(start(lambda: Collective(shared, 2, 3, CPU)))
+    for thread in waiting:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
 def test_a_run_that_ends_while_drafters_are_built_leaves_none_waiting() -> None:
     """Also one that is built only after the others have left, and on a host whose own run goes on."""
     began, closed, shared = time.monotonic(), threading.Event(), dist.HashStore()

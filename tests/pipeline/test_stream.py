@@ -308,16 +308,14 @@ class Rig:
             for index in range(num_targets)
         ]
 
-        def build(number: int) -> tuple[Any, Any]:
-            return drafter(self.events[number]), Collective(None, 0, 1, CPU)
-
         drafters = [
             DrafterWorker(
                 f"drafter-{number}",
                 CPU,
                 self.supervisor,
                 NoBeats(),
-                lambda number=number: build(number),
+                lambda number=number: drafter(self.events[number]),
+                lambda _built: Collective(None, 0, 1, CPU),
                 self.loader,
                 channel,
                 stream=stream,

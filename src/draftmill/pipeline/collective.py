@@ -77,11 +77,13 @@ class Collective:
         device: torch.device,
         *,
         closed: Callable[[], bool] = lambda: False,
+        built: Callable[[int], None] = lambda num_built: None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Waits until all drafters are there.
 
         rank, size: this drafter's number among all drafters, and how many there are. closed: whether the run is ending.
+        built: told how many are built, whenever more are.
         Raises RuntimeError, naming them, where drafters do not come in time; ChannelClosed where the run ends.
         """
         self.rank, self.size = rank, size
@@ -94,7 +96,7 @@ class Collective:
             raise RuntimeError(f"{size} drafters need a store to find one another")
         # A call that waits holds up every other call of the same client. (torch's stubs lack this method.)
         store = store.clone()  # type: ignore[attr-defined]
-        _meet(store, rank, size, closed, timeout_s)
+        _meet(store, rank, size, closed, built, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -143,18 +145,29 @@ class Collective:
             group.abort()
 
 
-def _meet(store: dist.Store, rank: int, size: int, closed: Callable[[], bool], timeout_s: float) -> None:
+def _meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    closed: Callable[[], bool],
+    built: Callable[[int], None],
+    timeout_s: float,
+) -> None:
     """Wait until every drafter is built, before any of them enters the group: nobody is in a collective meanwhile.
 
     Entering a group can't be broken off, so either all enter or none: the first word on it, of the last to come or of
     one that has to leave, holds for all.
     """
     store.set(f"built/{rank}", "")
-    if store.add("num_built", 1) == size:
+    num_built = store.add("num_built", 1)
+    if num_built == size:
         store.compare_set(_VERDICT, "", _ENTER)
     pause, deadline = threading.Event(), time.monotonic() + timeout_s
     late = False
     while not store.check([_VERDICT]):
+        if (now := store.add("num_built", 0)) > num_built:
+            num_built = now
+            built(now)
         late = time.monotonic() > deadline
         if closed() or late:
             store.compare_set(_VERDICT, "", _LEAVE)

@@ -32,6 +32,7 @@ class Team:
         self.supervisor, self.targets, self.drafters, self.watch = supervisor, targets, drafters, watch
         self.lookahead = lookahead
         self.under_way: deque[Ticket] = deque()
+        self._latest: list[Result] = []
         supervisor.on_close(self._wake)
 
     def start(self) -> None:
@@ -50,9 +51,11 @@ class Team:
         return finished
 
     def drain(self) -> Iterator[list[Result]]:
-        """All results under way, oldest first, each as soon as it is there."""
+        """All results under way, oldest first, each as soon as it is there; then every drafter's device is done."""
         while self.under_way:
             yield self._next()
+        for result in self._latest:  # or one drafter would leave the group while another's sum still runs
+            result.span.seconds()
 
     def drafter_wait_s(self) -> float:
         """Seconds that targets have waited for drafters since the start, all targets together."""
@@ -91,6 +94,7 @@ class Team:
         ticket = self.under_way.popleft()
         if any(result.ticket != ticket for result in results):
             raise RuntimeError(f"expected results of {ticket}, got {[result.ticket for result in results]}")
+        self._latest = results
         return results
 
     def _from(self, drafter: DrafterWorker) -> Result:

@@ -284,16 +284,18 @@ class DrafterWorker(Worker):
         device: torch.device,
         supervisor: Supervisor,
         beats: Beats,
-        build: Callable[[], tuple[DrafterReplica, Any]],
+        build: Callable[[], DrafterReplica],
+        join: Callable[[Callable[[int], None]], Any],
         batches: Batches,
         channel: Channel,
         *,
         stream: Stream,
         first_step: int,
     ) -> None:
-        """build: makes the replica and its end of the collective, in this thread."""
+        """build: makes the replica; join: waits for all drafters, told how many are there, and gives this one's end of
+        their group. Both run in this thread."""
         super().__init__(name, str(device), supervisor)
-        self.device, self.beats, self.build = device, beats, build
+        self.device, self.beats, self.build, self.join_group = device, beats, build, join
         self.batches, self.channel = batches, channel
         self.stream, self.first_step = stream, first_step
         # None ends the side that waits.
@@ -310,7 +312,13 @@ class DrafterWorker(Worker):
         """Until the tickets end."""
         with own_stream(self.device):
             self.beats.beat("warming up")
-            replica, self.collective = self.build()
+            replica = self.build()
+            self.doing = "while waiting for the other drafters"
+            self.beats.beat("waiting for drafters")
+            # Another one that is built is progress: they are built one after another.
+            self.collective = self.join_group(
+                lambda num_built: self.beats.beat(f"waiting for drafters, {num_built} built")
+            )
             self.beats.beat("waiting for a ticket")
             while (ticket := self.tickets.get()) is not None:
                 if self.supervisor.closed:

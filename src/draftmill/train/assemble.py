@@ -170,12 +170,15 @@ def _drafter_workers(
     setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
 
-    def build(number: int, device: torch.device) -> tuple[Replica, Collective]:
+    def build(number: int, device: torch.device) -> Replica:
         replica = build_replica(setup, parts.loaded, device, parts.run.log)
         parts.prepare(replica, number)
-        collective = Collective(store, number, num_drafters, device, closed=lambda: supervisor.closed)
+        return replica
+
+    def join(number: int, device: torch.device, built: Callable[[int], None]) -> Collective:
+        collective = Collective(store, number, num_drafters, device, closed=lambda: supervisor.closed, built=built)
         supervisor.on_close(collective.close)
-        return replica, collective
+        return collective
 
     return [
         DrafterWorker(
@@ -184,6 +187,7 @@ def _drafter_workers(
             supervisor,
             beats(name, channel.device),
             partial(build, number, channel.device),
+            partial(join, number, channel.device),
             loader,
             channel,
             stream=setup.stream,
