@@ -209,10 +209,11 @@ def test_one_host_stops_at_once() -> None:
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert Hosts.from_environment() == Hosts(0, 1, False, 0)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert Hosts.from_environment() == Hosts(1, 4, True, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert Hosts.from_environment() == Hosts(1, 4, True, 2, 2)

@@ -31,12 +31,14 @@ class Hosts:
     """This host's place among the run's hosts; one host where torchrun did not start the process.
 
     elastic: torchrun started the process, and may start it again after a failure. restarts: how often it has.
+    here: how many of the run's processes are on this machine; more than one only to try things out on a CPU.
     """
 
     rank: int = 0
     count: int = 1
     elastic: bool = False
     restarts: int = 0
+    here: int = 1
 
     @classmethod
     def from_environment(cls) -> Hosts:
@@ -46,6 +48,7 @@ class Hosts:
             int(os.environ.get("WORLD_SIZE", "1")),
             "TORCHELASTIC_RUN_ID" in os.environ,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
 
 

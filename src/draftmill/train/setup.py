@@ -57,6 +57,11 @@ class Setup:
 def set_up(config: Config, hosts: Hosts) -> Setup:
     """Check everything a run needs. Raises InputError; writes and loads nothing."""
     placement = place(config.target.devices, config.drafter.devices)
+    if hosts.here > 1 and placement.uses_cuda:
+        raise InputError(
+            f"torchrun started {hosts.here} processes on this host, which would share its GPUs; one process drives all "
+            "of them: use --nproc-per-node 1"
+        )
     for group in placement.targets:
         check_choice(config.target.step, config.data.batching == "packed", group)
     store = Store.open(config.data.path, max_length=config.data.max_length)
