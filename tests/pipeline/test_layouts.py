@@ -86,6 +86,8 @@ def test_loss_falls_and_acceptance_is_reported(world: dict[str, Any], tmp_path: 
         assert key in first
     for key in ("target_wait_s", "drafter_wait_s", "peak_bytes"):
         assert key in first
+    assert 0.0 < first["useful_tflops"] < 10.0
+    assert "share_of_peak" not in first, "a CPU's peak is not known"
 
 
 def test_every_sample_trains_once_an_epoch_and_draws_share_one_forward(world: dict[str, Any], tmp_path: Path) -> None:

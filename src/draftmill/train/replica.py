@@ -16,6 +16,7 @@ from draftmill.evaluate.acceptance import acceptance_counts
 from draftmill.pipeline.channel import Slot
 from draftmill.records import BatchKind, HostBatch
 from draftmill.step.choose import Built
+from draftmill.step.flops import step_flops, work_of
 from draftmill.step.state import StepState
 from draftmill.train.optimizer import FlatAdamW
 
@@ -47,6 +48,8 @@ class StepValues:
     values: Late
     lr: float
     block_size: int
+    flops: float
+    """Useful operations of this drafter's own step."""
 
     def read(self) -> dict[str, Any]:
         """loss, grad_norm, lr, context_tokens, supervised_tokens, accuracy_by_slot (None for a slot never scored).
@@ -86,6 +89,7 @@ class Replica:
         self.heldout_counts = torch.zeros(num_buckets, 2, slots, dtype=torch.int64, device=state.device)
         self.batch: HostBatch | None = None
         self.num_scored = self.num_blocks = 0
+        self.flops = self.batch_flops = 0.0
         self.lr = 0.0
 
     def load(self, slot: Slot, draw: int) -> None:
@@ -96,10 +100,14 @@ class Replica:
         self.state.load(slot.features_TF[: batch.num_tokens], blocks)
         self.batch = batch
         self.num_scored = batch.num_rows_scored[draw]
-        self.num_blocks = int((blocks.slots_A > 0).sum())  # on the host, where blocks come from
+        # Counted on the host, where blocks come from.
+        self.num_blocks = int((blocks.slots_A > 0).sum())
+        shape = self.state.drafter_shape
+        self.batch_flops = step_flops(shape, work_of(blocks, batch.num_tokens, shape)).total
 
     def begin(self) -> None:
         """Start an optimizer step."""
+        self.flops = 0.0
         self.state.begin()
 
     def accumulate(self) -> None:
@@ -108,6 +116,7 @@ class Replica:
         if self.batch.kind is BatchKind.EMPTY:
             return
         self.step.run(self.num_scored, self.num_blocks)
+        self.flops += self.batch_flops
         self.state.tokens[0] += self.batch.num_tokens
         self.state.tokens[1] += self.num_scored
 
@@ -126,7 +135,7 @@ class Replica:
     def step_result(self) -> StepValues:
         """The step's sums and gradient norm, on their way to the host."""
         values = torch.cat([self.state.sums, self.optimizer.grad_norm[None]])
-        return StepValues(Late(values), self.lr, self.state.drafter_shape.block_size)
+        return StepValues(Late(values), self.lr, self.state.drafter_shape.block_size, self.flops)
 
     def begin_evaluation(self) -> None:
         """Start an evaluation."""

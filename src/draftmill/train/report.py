@@ -80,6 +80,7 @@ class Reporter:
             "drafter_wait_s": wait_s - self._last_wait_s,
             "drafter_work_s": max(result.work_s for result in results),
             "queue_depth": sum(result.queue_depth for result in results),
+            **_speed(self.setup, sum(result.value.flops for result in results), took_s),
             **_padding(results),
             "peak_bytes": _peak_bytes(self.setup),
         }
@@ -124,6 +125,20 @@ class Reporter:
             f"end of epoch {epoch}: {coverage.num_anchors:,} anchors so far, {100 * coverage.share:.1f}% of the "
             f"positions that {coverage.num_documents:,} documents offered{starved}"
         )
+
+
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "L40S": 362.0}
+"""Dense bfloat16 rates by the makers' data sheets, by what a device's name holds."""
+
+
+def _speed(setup: Setup, flops: float, took_s: float) -> dict[str, float]:
+    """Useful TFLOP/s of this host's drafters, and their share of the devices' peak where that is known."""
+    tflops = flops / took_s / 1e12
+    drafters = setup.placement.drafters
+    names = [torch.cuda.get_device_name(device) for device in drafters if device.type == "cuda"]
+    peaks = [peak for name in names for part, peak in PEAK_TFLOPS.items() if part in name]
+    known = len(peaks) == len(drafters)
+    return {"useful_tflops": tflops, **({"share_of_peak": tflops / sum(peaks)} if known else {})}
 
 
 def _padding(results: list[Result]) -> dict[str, float]:
