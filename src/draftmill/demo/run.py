@@ -39,7 +39,7 @@ CHATS, HELDOUT = DATA / "chats.jsonl.gz", DATA / "heldout.jsonl"
 MAX_LENGTH = 512
 PROMPTS = {"cpu": 10, "cuda": 40}
 """Held-out prompts decoded at the end."""
-NEW_TOKENS = {"cpu": 64, "cuda": 160}
+NEW_TOKENS = {"cpu": 48, "cuda": 160}
 """Tokens of an answer at most."""
 RECIPE: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -49,7 +49,7 @@ RECIPE: dict[str, dict[str, Any]] = {
             "epochs": 1,
             "num_anchors": 128,
             "anchor_draws": 2,
-            "max_steps": 400,
+            "max_steps": 360,
             "lr": 2.0e-3,
             "evaluate_every": 110,
         },
