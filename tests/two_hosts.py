@@ -185,7 +185,7 @@ def main(folder: Path) -> dict[str, Any]:
     """Every scenario."""
 
     def begin() -> None:
-        sections = small_world(folder)
+        sections = small_world(folder, count=32)
         (folder / "world.json").write_text(json.dumps(sections))
         devices = "drafter.devices=[cpu, cpu, cpu, cpu]"
         path = folder / "one.yaml"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +271,10 @@ def test_the_last_line_says_what_went_wrong_and_where_to_look(endings: dict[str,
     assert last["stalled"].startswith("draftmill: error: no worker has made progress for 1 s; the whole story is in ")
 
 
-def test_detached_seen_stopped_and_resumed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, config = tmp_path / "run", str(folder / "run.yaml")
-    overrides = (f"run.dir={run}", "train.epochs=300", "train.max_steps=100000")
-    done = draftmill("train", config, *overrides, "--detach", folder=tmp_path)
+def test_detached_seen_and_stopped(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = (f"run.dir={run}", "train.epochs=500")
+    done = draftmill("train", str(folder / "run.yaml"), *overrides, "--detach", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"run directory  {run}" in done.stdout
     wait_until(lambda: (read_status(run).progress.get("step") or 0) >= 2, "two steps")
@@ -281,11 +283,25 @@ def test_detached_seen_stopped_and_resumed(folder: Path, tmp_path: Path, capsys:
     assert done.returncode == 0, done.stdout + done.stderr
     stopped = read_status(run)
     assert (stopped.phase, stopped.presence) == (Phase.STOPPED, "gone")
-    said = refused(capsys, config, *overrides, "train.lr=1e-4", "--resume")
+    assert (run / "checkpoints" / f"step-{stopped.progress['step']}").is_dir()
+
+
+def test_stopped_and_resumed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, config = tmp_path / "run", folder / "run.yaml"
+
+    def stop() -> None:
+        wait_until((run / "state.json").exists, "the run")
+        wait_until(lambda: (read_status(run).progress.get("step") or 0) >= 2, "two steps")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert train(config, f"run.dir={run}", "train.epochs=12") == 0
+    stopped = read_status(run)
+    assert stopped.phase is Phase.STOPPED
+    said = refused(capsys, config, f"run.dir={run}", "train.epochs=12", "train.lr=1e-4", "--resume")
     assert "this is not the run of the checkpoint: train.lr was 0.01, is 0.0001" in said
-    done = draftmill("train", config, *overrides, "--detach", "--resume", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    step = stopped.progress["step"]
-    wait_until(lambda: (read_status(run).progress.get("step") or 0) > step, "a step after it was resumed")
-    assert f"going on from step-{step}" in (run / "run.log").read_text()
-    assert draftmill("stop", str(run), folder=tmp_path).returncode == 0
+    assert train(config, f"run.dir={run}", "train.epochs=12", "--resume") == 0
+    finished = read_status(run)
+    assert finished.phase is Phase.FINISHED
+    assert finished.progress["step"] == finished.progress["steps"] > stopped.progress["step"]
+    assert f"going on from step-{stopped.progress['step']}" in (run / "run.log").read_text()
