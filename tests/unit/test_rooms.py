@@ -254,3 +254,9 @@ def test_status_imports_nothing_heavy(tmp_path: Path) -> None:
         "    assert end.code == 6, end.code\n"
     )
     assert loaded_after(code) == []
+
+
+def test_every_room_is_a_package() -> None:
+    """A folder without `__init__.py` would be left out of a wheel."""
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert not [folder.name for folder in folders if not (folder / "__init__.py").exists()]
