@@ -12,7 +12,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,7 +22,7 @@ from draftmill.config import Config, build_config
 from draftmill.data.prepare import prepare
 from draftmill.demo import smollm2
 from draftmill.drafter.network import Drafter
-from draftmill.evaluate.command import build_drafter
+from draftmill.evaluate.command import build_drafter, pick_device
 from draftmill.evaluate.prompts import Prompt, read_prompts
 from draftmill.evaluate.report import Row, by_group, for_card, overall
 from draftmill.evaluate.run import Evaluation, evaluate
@@ -85,8 +84,8 @@ def demo(cache: Path, output: Path | None, device: str, as_json: bool) -> None:
     """Run the demo on a device ("auto", "cpu" or "cuda:N"). Raises InputError."""
     started = time.monotonic()
     console = Console(highlight=False)
-    if device == "auto":
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    picked = pick_device(device)
+    device = "cpu" if picked.type == "cpu" else f"cuda:{picked.index or 0}"
     folder = output or cache / "demo" / time.strftime("%Y%m%d-%H%M%S")
 
     console.rule("[bold]1 of 4  Target and data")
