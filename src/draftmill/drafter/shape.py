@@ -6,7 +6,7 @@ does not implement, and never approximates it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from draftmill.config import DrafterConfig
@@ -204,11 +204,6 @@ def _rope_for(text: Any, drafter: DrafterConfig) -> dict[str, Any]:
     if drafter.rotary == "full":
         rope.pop("partial_rotary_factor", None)
     return rope
-
-
-def with_block_size(shape: DrafterShape, block_size: int) -> DrafterShape:
-    """The same drafter drafting blocks of another size."""
-    return replace(shape, block_size=block_size)
 
 
 def _mlp_width(text: Any, hidden: int) -> int:
