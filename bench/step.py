@@ -120,6 +120,13 @@ def show(size: str, result: dict[str, Any], ceiling: float) -> None:
         print(f"time of the others over {result['best_of_ours']}'s: {result['speed_up']}", flush=True)
 
 
+def write(results: dict[str, Any], path: str | None) -> None:
+    """The results so far, where a file is asked for."""
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(results) + "\n")
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -164,15 +171,13 @@ def main() -> None:
             results["sizes"][name] = race.run(options.repeats, options.profile)
             del race
             show(name, results["sizes"][name], before)
+            write(results, options.out)  # a later size that is cut short takes nothing with it
         after = matmul_tflops(options.device, options.dtype)
         say(f"matmul ceiling {after:.4g} TFLOP/s at the end")
     results["ceiling_tflops"] = {"before": round(before, 4), "after": round(after, 4)}
     results["total_s"] = round(time.perf_counter() - STARTED, 1)
-    line = json.dumps(results)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line, flush=True)
+    write(results, options.out)
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,8 @@ class Race:
         entry.held_bytes = held_bytes(self.device, reserved) - before + (self.replica_bytes if name in OURS else 0)
         entry.build_s, entry.error = time.perf_counter() - started, None
         say(f"{self.title}: {name} built in {entry.build_s:.1f} s")
+        spent = torch._dynamo.utils.calculate_time_spent()
+        say("compiling so far: " + ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items()))
 
     def _new(self, name: str) -> Contender:
         if name in OURS:
