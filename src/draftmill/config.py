@@ -164,8 +164,24 @@ class TrainConfig(_Section):
     """Share of all steps in which the rate rises linearly."""
     schedule: Literal["cosine", "constant", "warmup-stable-decay"] = "cosine"
     """What the rate does after the warm-up."""
+    decay_share: float = Field(0.2, gt=0.0, le=1.0)
+    """Share of all steps, the last ones, in which warmup-stable-decay falls linearly."""
     min_lr_share: float = Field(0.0, ge=0.0, le=1.0)
     """Rate at the end, as a share of the peak."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What updates the matrices; vectors are AdamW's under both."""
+    muon_lr: float = Field(1.0e-3, gt=0.0, lt=1.0)
+    """Peak learning rate of the matrices under muon; it follows the same schedule."""
+    muon_momentum: float = Field(0.95, ge=0.0, lt=1.0)
+    """Muon's decay rate."""
+    muon_nesterov: bool = True
+    """Whether Muon looks ahead by its momentum."""
+    muon_ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations."""
+    muon_ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Their polynomial's coefficients."""
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """How the rate depends on a matrix's shape; with match_rms_adamw AdamW's rates serve."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: float = Field(1e-8, gt=0.0)
@@ -193,6 +209,24 @@ class TrainConfig(_Section):
         if not all(0.0 <= beta < 1.0 for beta in value):
             raise ValueError(f"both betas must lie in [0, 1), got {value}")
         return value
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> TrainConfig:
+        needs = {name: ("optimizer", "muon") for name in type(self).model_fields if name.startswith("muon_")}
+        needs["decay_share"] = ("schedule", "warmup-stable-decay")
+        for name, (choice, wanted) in needs.items():
+            chosen = getattr(self, choice)
+            if chosen != wanted and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is of no effect with {choice} {chosen}, got {getattr(self, name)}; set train.{choice} to "
+                    f"{wanted}, or leave {name} out"
+                )
+        if self.schedule == "warmup-stable-decay" and self.warmup_share + self.decay_share > 1.0:
+            raise ValueError(
+                f"warmup_share and decay_share must be 1 at most together, got {self.warmup_share} and "
+                f"{self.decay_share}"
+            )
+        return self
 
 
 class CheckpointConfig(_Section):

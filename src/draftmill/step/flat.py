@@ -2,11 +2,12 @@
 
 Owns the layout and the buffers. The module's parameters become views of `weights`, their gradients views of
 `gradient`, so that norm, update, all-reduce and checkpoint each are one operation on one tensor. Matrices come first,
-vectors after them.
+those of equal shape side by side, and vectors after them.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -23,31 +24,40 @@ class Place:
     offset: int
     shape: torch.Size
 
+    @property
+    def padded(self) -> int:
+        """Elements up to the next tensor."""
+        return -(-self.shape.numel() // ALIGNMENT) * ALIGNMENT
+
 
 class FlatParameters:
     """The flat buffers of a module on a device, and the views that its parameters are.
 
-    master    float32 [W]; what the optimizer updates and checkpoints hold
-    weights   [W], the compute type; the same tensor as `master` where that is float32
-    gradient  [W], the compute type; the sum over the batch, not divided by the weights of the loss
+    master        float32 [W]; what the optimizer updates and checkpoints hold
+    weights       [W], the compute type; the same tensor as `master` where that is float32
+    gradient      [W], the compute type; the sum over the batch, not divided by the weights of the loss
+    gradient_sum  [W]; what is summed over drafters and updated from: `gradient` itself, or after `sum_in_float32` a
+                  float32 buffer to which the batches of a step are added one by one
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-        named = sorted(module.named_parameters(), key=lambda item: item[1].dim() < 2)
+        matrices = [item for item in module.named_parameters() if item[1].dim() >= 2]
+        vectors = [item for item in module.named_parameters() if item[1].dim() < 2]
+        # Stable: among equal shapes the module's own order stays.
+        matrices.sort(key=lambda item: tuple(item[1].shape))
+        named = [*matrices, *vectors]
         self.places: dict[str, Place] = {}
-        size = 0
+        self.size = 0
         for name, parameter in named:
-            if parameter.dim() < 2:
-                self.num_matrix_elements = getattr(self, "num_matrix_elements", size)
-            self.places[name] = Place(size, parameter.shape)
-            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.num_matrix_elements = getattr(self, "num_matrix_elements", size)
-        self.size = size
-        self.master = torch.zeros(size, device=device, dtype=torch.float32)
+            self.places[name] = Place(self.size, parameter.shape)
+            self.size += self.places[name].padded
+        self.num_matrix_elements = sum(self.places[name].padded for name, _ in matrices)
+        self.master = torch.zeros(self.size, device=device, dtype=torch.float32)
         for name, parameter in named:
             self.view(self.master, name).copy_(parameter.data)
         self.weights = self.master if dtype == torch.float32 else self.master.to(dtype)
         self.gradient = torch.zeros_like(self.weights)
+        self.gradient_sum = self.gradient
         for name, parameter in named:
             parameter.data = self.view(self.weights, name)
             parameter.grad = self.view(self.gradient, name)
@@ -58,9 +68,43 @@ class FlatParameters:
         place = self.places[name]
         return flat[place.offset : place.offset + place.shape.numel()].view(place.shape)
 
-    def named(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """All tensors of a flat buffer by name, as views."""
-        return {name: self.view(flat, name) for name in self.places}
+    def named(self, flat: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
+        """All tensors of a flat buffer by name, as views; of a buffer that holds the elements from `first` on, those
+        that lie in it."""
+        found = {}
+        for name, place in self.places.items():
+            start = place.offset - first
+            if start >= 0 and start + place.padded <= flat.numel():
+                found[name] = flat[start : start + place.shape.numel()].view(place.shape)
+        return found
+
+    def equal_matrices(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices in a flat buffer that holds at least them, as views [N, rows, columns], one a shape."""
+        matrices = [place for place in self.places.values() if place.offset < self.num_matrix_elements]
+        stacks = []
+        for shape, group in itertools.groupby(matrices, key=lambda place: place.shape):
+            places = list(group)
+            start, step = places[0].offset, places[0].padded
+            rows = flat[start : start + len(places) * step].view(len(places), step)
+            stacks.append(rows[:, : shape.numel()].unflatten(1, tuple(shape)))
+        return stacks
+
+    def sum_in_float32(self) -> None:
+        """From now on add the batches of a step in float32, whatever the compute type is; for steps of several."""
+        if self.gradient.dtype != torch.float32:
+            self.gradient_sum = torch.zeros_like(self.master)
+
+    def add_gradient(self) -> None:
+        """A batch's gradient is complete: where sums are kept apart, add it to them and clear it."""
+        if self.gradient_sum is not self.gradient:
+            self.gradient_sum.add_(self.gradient)
+            self.gradient.zero_()
+
+    def clear_gradient(self) -> None:
+        """No gradient, and no sum of them."""
+        self.gradient.zero_()
+        if self.gradient_sum is not self.gradient:
+            self.gradient_sum.zero_()
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrite masters and weights in place. Raises ValueError, naming it, for a missing or misshapen tensor."""

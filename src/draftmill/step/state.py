@@ -76,5 +76,5 @@ class StepState:
 
     def begin(self) -> None:
         """Start an optimizer step: no gradient, no totals."""
-        self.flat.gradient.zero_()
+        self.flat.clear_gradient()
         self.sums.zero_()

@@ -26,13 +26,16 @@ from draftmill.records import WorkItem
 from draftmill.step.choose import build_step
 from draftmill.step.state import StepState
 from draftmill.train.loading import Loaded, first_drafter
-from draftmill.train.optimizer import FlatAdamW
+from draftmill.train.muon import FlatMuon
+from draftmill.train.optimizer import FlatAdamW, FlatOptimizer
 from draftmill.train.replica import Replica
 from draftmill.train.schedule import learning_rate
 from draftmill.train.setup import Setup
 
 LOOKAHEAD = 2
 """Tickets under way: one being worked on, one waiting, so that no drafter waits for the main thread."""
+
+_OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "muon": FlatMuon}
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,9 @@ def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: loggi
     state = StepState(drafter, loaded.head, setup.rule, setup.step_shape, device, setup.dtype)
     num_buckets = max(len(plan.edges) for plan in (setup.plan, setup.heldout_plan) if plan is not None)
     total_steps = setup.stream.total_steps
-    optimizer = FlatAdamW(state.flat, config.train)
+    if config.train.accumulate > 1:
+        state.flat.sum_in_float32()
+    optimizer = _OPTIMIZERS[config.train.optimizer](state.flat, config.train)
     built = build_step(config.drafter.step, state, optimizer)
     log.info(f"drafter step on {device}: {built.report}")
     return Replica(

@@ -18,7 +18,7 @@ from draftmill.records import BatchKind, HostBatch
 from draftmill.step.choose import Built
 from draftmill.step.flops import step_flops, work_of
 from draftmill.step.state import StepState
-from draftmill.train.optimizer import FlatAdamW
+from draftmill.train.optimizer import FlatOptimizer, Moments
 
 
 class Late:
@@ -79,7 +79,7 @@ class Replica:
         self,
         state: StepState,
         built: Built,
-        optimizer: FlatAdamW,
+        optimizer: FlatOptimizer,
         learning_rate: Callable[[int], float],
         num_buckets: int,
     ) -> None:
@@ -116,13 +116,14 @@ class Replica:
         if self.batch.kind is BatchKind.EMPTY:
             return
         self.step.run(self.num_scored, self.num_blocks)
+        self.state.flat.add_gradient()
         self.flops += self.batch_flops
         self.state.tokens[0] += self.batch.num_tokens
         self.state.tokens[1] += self.num_scored
 
     def reducible(self) -> list[torch.Tensor]:
         """Gradient and sums."""
-        return [self.state.flat.gradient, self.state.sums]
+        return [self.state.flat.gradient_sum, self.state.sums]
 
     def update(self, step: int) -> None:
         """One optimizer update at the step's learning rate."""
@@ -166,18 +167,11 @@ class Replica:
         """The float32 masters by name."""
         return self.state.flat.named(self.state.flat.master)
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """AdamW's moments by name."""
-        flat = self.state.flat
-        return {"exp_avg": flat.named(self.optimizer.first), "exp_avg_sq": flat.named(self.optimizer.second)}
+    def moments(self) -> Moments:
+        """The optimizer's moments by name."""
+        return self.optimizer.moments()
 
-    def restore(
-        self, weights: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]], count: int
-    ) -> None:
+    def restore(self, weights: dict[str, torch.Tensor], moments: Moments, count: int) -> None:
         """Go on from saved masters and moments after `count` updates."""
-        flat = self.state.flat
-        flat.load(weights)
-        for saved, mine in ((moments["exp_avg"], self.optimizer.first), (moments["exp_avg_sq"], self.optimizer.second)):
-            for name, view in flat.named(mine).items():
-                view.copy_(saved[name])
-        self.optimizer.count.fill_(count)
+        self.state.flat.load(weights)
+        self.optimizer.restore(moments, count)
