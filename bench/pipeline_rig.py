@@ -1,0 +1,434 @@
+"""The real pipeline on replicas that outlive it, for the benchmarks: one side alone, or any number of both.
+
+Not a benchmark itself. Threads, channels, loader, collective and supervision are those of a run; what is left out is
+the run directory, evaluations and checkpoints. A replica is built once, in a thread of its own, and used by the workers
+of every race after that.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from draftmill.data.loader import Loader
+from draftmill.monitor.heartbeat import Heartbeat
+from draftmill.pipeline.channel import Channel
+from draftmill.pipeline.collective import Collective
+from draftmill.pipeline.stream import Stream
+from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
+from draftmill.pipeline.team import Team
+from draftmill.pipeline.workers import DrafterWorker, Route, Step, TargetWorker, own_stream
+from draftmill.records import HostBatch
+from draftmill.target.features import TapsReplica
+from draftmill.train.assemble import LOOKAHEAD, build_replica, num_slots
+from draftmill.train.loading import Loaded
+from draftmill.train.setup import Setup
+
+STARTED = time.perf_counter()
+STALL_S = 300.0
+_log = logging.getLogger("bench")
+
+
+@dataclass
+class Share:
+    """What a worker did with the measured time: shares of it, on the device's clock where it has one."""
+
+    name: str
+    device: str
+    busy: float
+    wait: float
+
+
+@dataclass
+class Measured:
+    """One race: the batches after the warm-up, from the end of the last one before them to their own end."""
+
+    seconds: float
+    batches: int
+    tokens: int
+    shares: list[Share] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Ktok/s of context, without padding."""
+        return self.tokens / self.seconds / 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        shown = [{**asdict(share), "busy": round(share.busy, 4), "wait": round(share.wait, 4)} for share in self.shares]
+        return {
+            "ktok_s": round(self.rate, 3),
+            "seconds": round(self.seconds, 3),
+            "batches": self.batches,
+            "tokens": self.tokens,
+            "workers": shown,
+        }
+
+
+@dataclass
+class Seat:
+    """A worker's place: the device, and the replica once it is built."""
+
+    device: torch.device
+    replica: Any = None
+    build_s: float = 0.0
+
+
+class Rig:
+    """Targets and drafters of one size, and the races between them."""
+
+    def __init__(self, setup: Setup, loaded: Loaded) -> None:
+        self.setup, self.loaded = setup, loaded
+        placement = setup.placement
+        self.targets = [
+            Seat(group[-1], replica) for group, replica in zip(placement.targets, loaded.targets, strict=True)
+        ]
+        self.drafters = [Seat(device) for device in placement.drafters]
+
+    def with_steps(self, target: str | None = None, drafter: str | None = None) -> Setup:
+        """The setup with other ways of running."""
+        config = self.setup.config
+        update: dict[str, Any] = {}
+        if target is not None:
+            update["target"] = config.target.model_copy(update={"step": target})
+        if drafter is not None:
+            update["drafter"] = config.drafter.model_copy(update={"step": drafter})
+        return replace(self.setup, config=config.model_copy(update=update))
+
+    # Building
+
+    def build_targets(self, step: str) -> list[str]:
+        """Let every target choose how it runs, on the first batch; returns their reports."""
+        for seat in self.targets:
+            old: TapsReplica = seat.replica
+            if old.step != step or not old.report:
+                if old._forward is not None:
+                    old._forward.undo()
+                seat.replica = TapsReplica(old.target, old.layer_ids, step, old.packed, old)  # type: ignore[arg-type]
+        (batch,) = self.first_batches(1)
+
+        def build(seat: Seat) -> None:
+            if not seat.replica.report:
+                with torch.no_grad():
+                    seat.replica.forward(batch)
+
+        self.in_threads(self.targets, build)
+        return [seat.replica.report for seat in self.targets]
+
+    def build_drafters(self, step: str) -> list[str]:
+        """Build every drafter with this step; returns their reports."""
+        self.forget_drafters()
+        setup = self.with_steps(drafter=step)
+
+        def build(seat: Seat) -> None:
+            seat.replica = build_replica(setup, self.loaded, seat.device, _log)
+
+        self.in_threads(self.drafters, build)
+        return [seat.replica.report for seat in self.drafters]
+
+    def forget_drafters(self) -> None:
+        """Free the drafters' memory."""
+        for seat in self.drafters:
+            seat.replica = None
+        free_memory([seat.device for seat in self.drafters])
+
+    def in_threads(self, seats: Sequence[Seat], work: Callable[[Seat], None]) -> None:
+        """Do the work for every seat in a thread and on a stream of its own, all at once."""
+        errors: list[BaseException] = []
+
+        def run(seat: Seat) -> None:
+            try:
+                started = time.perf_counter()
+                with own_stream(seat.device):
+                    work(seat)
+                wait_for([seat.device])
+                seat.build_s = time.perf_counter() - started
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(seat,)) for seat in seats]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def first_batches(self, count: int) -> list[HostBatch]:
+        """The first batches of the epoch, in buffers of their own."""
+        with self.loader(self.stream(1, count), count) as loader:
+            return [batch for _ in range(count) if (batch := loader.next()) is not None]
+
+    # Races
+
+    def stream(self, num_drafters: int, num_steps: int) -> Stream:
+        """The first batches of an epoch, in order."""
+        plan = self.setup.plan
+        return Stream(
+            num_drafters=num_drafters,
+            accumulate=1,
+            draws=1,
+            num_batches=plan.total(self.setup.config.train.epochs),
+            num_heldout=0,
+            evaluate_every=10**9,
+            max_steps=num_steps,
+            locate=plan.locate,
+        )
+
+    def loader(self, stream: Stream, num_workers: int) -> Loader:
+        """The loader as a run has it."""
+        setup, config = self.setup, self.setup.config
+        return Loader(
+            setup.store,
+            setup.plan,
+            None,
+            stream.items(),
+            context_slots=setup.step_shape.context_slots,
+            anchor_slots=setup.step_shape.anchor_slots,
+            block_size=setup.shape.block_size,
+            anchor_draws=1,
+            seed=config.run.seed,
+            pin=setup.placement.uses_cuda,
+            read_ahead=config.data.read_ahead,
+            buffers=config.data.read_ahead + num_workers * (num_slots(setup) + 4),
+        )
+
+    def race(
+        self,
+        num_batches: int,
+        warm_up: int,
+        targets: Sequence[Seat] | None = None,
+        drafters: Sequence[Seat] | None = None,
+        *,
+        summed: bool = True,
+    ) -> Measured:
+        """Targets and drafters together. `drafters` and `targets`: seats, all of the rig's by default.
+
+        summed: whether drafters sum their gradients; those that share a device can't, over NCCL.
+        """
+        targets = self.targets if targets is None else targets
+        drafters = self.drafters if drafters is None else drafters
+        race = _Race(self, len(drafters), num_batches, warm_up)
+        workers = [race.target(index, seat) for index, seat in enumerate(targets)]
+        return race.run(workers, [race.drafter(index, seat, summed) for index, seat in enumerate(drafters)])
+
+    def target_alone(self, num_batches: int, warm_up: int, target: Seat, drafter: Seat) -> Measured:
+        """One target, whose features are taken at once from the slots of a drafter's device."""
+        race = _Race(self, 1, num_batches, warm_up)
+        race.add_channel(0, drafter.device)
+        return race.run_drained([race.target(0, target)])
+
+    def drafter_alone(self, num_batches: int, warm_up: int, drafter: Seat) -> Measured:
+        """One drafter, whose slots are full at once."""
+        race = _Race(self, 1, num_batches, warm_up)
+        worker = race.drafter(0, drafter, False)
+        return race.run([race.feeder()], [worker])
+
+
+class _Race:
+    """One run of the pipeline's workers."""
+
+    def __init__(self, rig: Rig, num_drafters: int, num_batches: int, warm_up: int) -> None:
+        self.rig, self.setup = rig, rig.setup
+        self.warm_steps = -(-warm_up // num_drafters)
+        self.steps = self.warm_steps + -(-num_batches // num_drafters)
+        self.stream = rig.stream(num_drafters, self.steps)
+        self.supervisor = Supervisor()
+        self.loader = rig.loader(self.stream, len(rig.targets) + len(rig.drafters))
+        self.supervisor.on_close(lambda: threading.Thread(target=self.loader.close, daemon=True).start())
+        self.channels: dict[int, Channel] = {}
+        self.beats: list[Heartbeat] = []
+        self.store = dist.HashStore() if num_drafters > 1 else None
+
+    def add_channel(self, number: int, device: torch.device) -> Channel:
+        setup = self.setup
+        channel = Channel(
+            num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
+        )
+        self.channels[number] = channel
+        self.supervisor.on_close(channel.close)
+        return channel
+
+    def target(self, index: int, seat: Seat) -> TargetWorker:
+        route = Route(self.channels, self.stream.num_drafters, 0)
+        beat = self._beat(f"target-{index}", seat)
+        return TargetWorker(
+            beat.name, seat.device, self.supervisor, beat, lambda: seat.replica, self.loader, route, None
+        )
+
+    def drafter(self, index: int, seat: Seat, summed: bool) -> DrafterWorker:
+        channel = self.add_channel(index, seat.device)
+        size = self.stream.num_drafters if summed else 1
+
+        def join(built: Callable[[int], None]) -> Collective:
+            collective = Collective(
+                self.store, index if summed else 0, size, seat.device, closed=lambda: self.supervisor.closed
+            )
+            self.supervisor.on_close(collective.close)
+            return collective
+
+        beat = self._beat(f"drafter-{index}", seat)
+        return DrafterWorker(
+            beat.name,
+            seat.device,
+            self.supervisor,
+            beat,
+            lambda: seat.replica,
+            join,
+            self.loader,
+            channel,
+            stream=self.stream,
+            first_step=0,
+        )
+
+    def feeder(self) -> Worker:
+        """Fills the only channel with batches whose features are whatever lies in the slot."""
+        channel = self.channels[0]
+        for slot in channel._slots:
+            slot.features_TF.normal_()
+        return _Feeder("feeder", "cpu", self.supervisor, channel, self.loader)
+
+    def run(self, targets: Sequence[Any], drafters: Sequence[DrafterWorker]) -> Measured:
+        watch = StallWatch(self.supervisor, self._idle_s, STALL_S, lambda: None, lambda: None)
+        team = Team(self.supervisor, targets, drafters, watch, lookahead=LOOKAHEAD)
+        mark = _Mark(self)
+        team.start()
+        try:
+            for step in range(self.steps):
+                for results in team.submit(Step(step)):
+                    mark.take(results)
+            for results in team.drain():
+                mark.take(results)
+        except BaseException:
+            team.abandon()
+            raise
+        team.close()
+        self.loader.close()
+        self._let_go()
+        return mark.measured()
+
+    def run_drained(self, targets: Sequence[TargetWorker]) -> Measured:
+        """Targets alone: whatever is filled is taken and given back once the device has written it."""
+        channel, mark = self.channels[0], _Mark(self)
+        for target in targets:
+            target.start()
+        try:
+            for number in range(self.steps):
+                slot = channel.take(number)
+                if slot.written is not None:
+                    slot.written.synchronize()
+                assert slot.batch is not None
+                mark.step(slot.batch.num_tokens, 1)
+                self.loader.release(slot.batch)
+                channel.release(number)
+        except BaseException:
+            self.supervisor.check()
+            raise
+        for target in targets:
+            target.join()
+        self.supervisor.check()
+        self.supervisor.close()
+        self.loader.close()
+        self._let_go()
+        return mark.measured()
+
+    def _let_go(self) -> None:
+        self.channels.clear()
+        free_memory([seat.device for seat in (*self.rig.targets, *self.rig.drafters)])
+
+    def _beat(self, name: str, seat: Seat) -> Heartbeat:
+        self.beats.append(Heartbeat(name, str(seat.device)))
+        return self.beats[-1]
+
+    def _idle_s(self) -> float:
+        return time.monotonic() - max(beat.progress_at for beat in self.beats)
+
+
+class _Mark:
+    """The clock of a race: starts when the warm-up's last step is done on all devices, ends with the last step."""
+
+    def __init__(self, race: _Race) -> None:
+        self.race = race
+        self.done = self.tokens = self.batches = 0
+        self.began = self.ended = 0.0
+        self.before: list[tuple[float, float]] = []
+
+    def take(self, results: list[Any]) -> None:
+        for result in results:
+            result.span.seconds()
+        self.step(sum(result.num_tokens for result in results), len(results))
+
+    def step(self, tokens: int, batches: int) -> None:
+        self.done += 1
+        now = time.perf_counter()
+        if self.done == self.race.warm_steps:
+            self.began = now
+            self.before = [(beat.busy_s, beat.wait_s) for beat in self.race.beats]
+        elif self.done > self.race.warm_steps:
+            self.ended = now
+            self.tokens += tokens
+            self.batches += batches
+
+    def measured(self) -> Measured:
+        seconds = self.ended - self.began
+        shares = [
+            Share(beat.name, beat.device, (beat.busy_s - busy) / seconds, (beat.wait_s - wait) / seconds)
+            for beat, (busy, wait) in zip(self.race.beats, self.before, strict=True)
+        ]
+        return Measured(seconds, self.batches, self.tokens, shares)
+
+
+class _Feeder(Worker):
+    """In the targets' place: hands every batch on at once."""
+
+    drafter_wait_s = 0.0
+
+    def __init__(self, name: str, device: str, supervisor: Supervisor, channel: Channel, loader: Loader) -> None:
+        super().__init__(name, device, supervisor)
+        self.channel, self.loader = channel, loader
+
+    def work(self) -> None:
+        number = 0
+        while (batch := self.loader.next()) is not None:
+            self.channel.reserve(number)
+            self.channel.fill(number, batch)
+            number += 1
+
+
+def wait_for(devices: Sequence[torch.device]) -> None:
+    """Until these devices are done."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def free_memory(devices: Sequence[torch.device]) -> None:
+    """Give what is cached back: every race has streams of its own, and so a part of the cache of its own."""
+    gc.collect()
+    for device in set(devices):
+        if device.type == "cuda":
+            wait_for([device])
+            with torch.cuda.device(device):
+                torch.cuda.empty_cache()
+
+
+def peaks(devices: Sequence[torch.device]) -> dict[str, float]:
+    """GiB that the allocator held at most, by device."""
+    return {
+        str(device): round(torch.cuda.max_memory_reserved(device) / 2**30, 2)
+        for device in sorted(set(devices), key=str)
+        if device.type == "cuda"
+    }
+
+
+def say(line: str) -> None:
+    """A line with the seconds since the start."""
+    print(f"[{time.perf_counter() - STARTED:6.1f} s] {line}", flush=True)
