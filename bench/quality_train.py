@@ -1,0 +1,259 @@
+"""The train stage: which process trains which recipe and seed, and what is written of each run.
+
+    runs/NAME-SEED/run.json         the result: tau at every moment, steps, seconds, settings
+    runs/NAME-SEED/half, final      weights in z-lab layout, for `draftmill evaluate` and the evaluate stage
+    runs.jsonl                      the results, a line each, in the order in which they came
+
+A run that has a result is not trained again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftmill.checkpoint import zlab
+from draftmill.checkpoint.durable import write_json
+from draftmill.checkpoint.source import CONFIG_FILE
+from draftmill.checkpoint.weights import write_weights
+from draftmill.data.store import Store
+from draftmill.drafter.shape import DrafterShape
+from draftmill.errors import InputError
+from draftmill.evaluate.command import build_drafter
+from draftmill.pipeline.collective import Hosts
+from draftmill.target.load import load_target
+from draftmill.train.setup import set_up
+from quality_clock import Course, Kept
+from quality_data import Item
+from quality_file import chosen_items, read_file
+from quality_ours import Trainer
+from quality_recipes import Recipe, chosen, config_for
+from quality_settings import Paths, Settings
+from quality_walk import Walker
+
+PACKAGES = ("torch", "transformers", "triton", "specforge", "dflash", "datasets", "reasoning-gym")
+_WEIGHTS_FILE_BYTES = 2**40
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be trained."""
+
+    recipe: Recipe
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        return f"{self.recipe.name}-{self.seed}"
+
+
+def train_all(
+    settings: Settings,
+    paths: Paths,
+    target: str,
+    device: str,
+    place: tuple[int, int],
+    names: list[str] | None,
+    *,
+    tiny: bool,
+) -> None:
+    """Train what falls to this process, the place-th of several. Raises what a run raised, after the others."""
+    jobs = [Job(recipe, seed) for seed in settings.seeds for recipe in chosen(names)]
+    runs = _Runs(settings, paths, target, device, tiny=tiny)
+    failures: list[str] = []
+    for job in assigned(jobs, settings, *place):
+        if (paths.runs / job.name / "run.json").exists():
+            continue
+        try:
+            runs.train(job)
+        except InputError as problem:
+            runs.unavailable(job, str(problem))
+        except Exception as error:
+            failures.append(f"{job.name}: {type(error).__name__}: {error}")
+            print(f"train {job.name} failed: {type(error).__name__}: {error}", flush=True)
+            runs.forget()
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+def assigned(jobs: Sequence[Job], settings: Settings, index: int, count: int) -> list[Job]:
+    """The jobs of one of `count` processes: those that share what is compiled together, the seconds evenly spread."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(_built_alike(job.recipe), []).append(job)
+    loads, parts = [0.0] * count, [list[Job]() for _ in range(count)]
+
+    def cost(job: Job) -> float:
+        return settings.seconds * job.recipe.share + _AROUND_S
+
+    for group in sorted(groups.values(), key=lambda group: -sum(map(cost, group))):
+        pieces = [group] if len(groups) >= count and len(group) <= len(jobs) / count else [
+            piece for first in range(count) if (piece := group[first::count])
+        ]  # fmt: skip
+        for piece in pieces:
+            least = loads.index(min(loads))
+            parts[least] += piece
+            loads[least] += sum(map(cost, piece)) + _BUILD_S
+    return sorted(parts[index], key=jobs.index)
+
+
+_AROUND_S, _BUILD_S = 8.0, 60.0
+"""Guesses for sharing out the work: loading and measuring a run, and compiling for a group of alike ones."""
+_COMPILED_FOR = ("num_anchors", "token_budget", "batching", "block_size", "num_layers", "num_taps", "sliding", "gamma",
+                 "loss", "labels", "optimizer", "ema", "betas")  # fmt: skip
+
+
+def _built_alike(recipe: Recipe) -> str:
+    """The same for recipes that are built once for all of them."""
+    changes = {name: value for name, value in recipe.changes.items() if name.split(".")[1].startswith(_COMPILED_FOR)}
+    return json.dumps([recipe.peer is not None, recipe.peer, changes], sort_keys=True)
+
+
+class _Runs:
+    """Trains job after job in one process, keeping what can be used again."""
+
+    def __init__(self, settings: Settings, paths: Paths, target: str, device: str, *, tiny: bool) -> None:
+        self.settings, self.paths, self.target, self.device, self.tiny = settings, paths, target, device, tiny
+        self.items = chosen_items(read_file(paths.data_file).items, settings.prompts, settings.max_new_tokens)
+        self.trainer = Trainer()
+        self.contender: Any = None
+        self.walkers: dict[str, Walker] = {}
+
+    def forget(self) -> None:
+        """Let go of everything that was built, after a failure."""
+        self.trainer, self.contender = Trainer(), None
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+
+    def train(self, job: Job) -> None:
+        """Train, measure, write down. Raises InputError for settings that this version does not have."""
+        seconds = self.settings.seconds * job.recipe.share
+        config = config_for(
+            job.recipe, self.settings, self.target, str(self.paths.store), self.device, job.seed, tiny=self.tiny
+        )
+        if job.recipe.peer is None:
+            setup, course = self.trainer.run(config, seconds, self.settings.points)
+            shape = setup.shape
+        else:
+            shape = set_up(config, Hosts()).shape
+            course = self._contend(job, shape, seconds)
+        self._write(job, shape, course, config.model_dump(mode="json") if job.recipe.peer is None else {})
+
+    def unavailable(self, job: Job, why: str) -> None:
+        """Note that this version can't train a recipe."""
+        self._append({"recipe": job.recipe.name, "seed": job.seed, "unavailable": why})
+
+    def _contend(self, job: Job, shape: DrafterShape, seconds: float) -> Course:
+        from quality_specforge import Contender
+
+        if self.contender is None:
+            self.contender = Contender(self.target, Store.open(self.paths.store), shape, self.device)
+        assert job.recipe.peer is not None
+        rows = min(job.recipe.peer, 4) if self.tiny else job.recipe.peer
+        course: Course = self.contender.run(job.seed, rows, seconds, self.settings.points)
+        return course
+
+    def _write(self, job: Job, shape: DrafterShape, course: Course, config: dict[str, Any]) -> None:
+        folder = self.paths.runs / job.name
+        started = time.perf_counter()
+        walker = self._walker(shape)
+        points = []
+        for kept in course.kept:
+            drafter = build_drafter(shape, kept.tensors, walker.target)
+            tau = walker.tau(drafter)
+            points.append({"share": kept.share, "seconds": kept.seconds, "step": kept.step, "tau": tau})
+        halves = [kept for kept in course.kept if abs(kept.share - 0.5) < 1e-6]
+        for name, kept in (("half", halves[:1]), ("final", course.kept[-1:])):
+            for one in kept:
+                _write_weights(folder / name, shape, one)
+        measured_s = time.perf_counter() - started
+        result = {
+            "recipe": job.recipe.name,
+            "seed": job.seed,
+            "peer": job.recipe.peer,
+            "seconds": self.settings.seconds * job.recipe.share,
+            "gpu_seconds": round(course.seconds, 3),
+            "build_s": round(course.build_s, 1),
+            "measure_s": round(measured_s, 1),
+            "steps": course.steps,
+            "context_tokens": course.context_tokens,
+            "loss": course.loss,
+            "points": points,
+            "notes": course.notes,
+            "changes": job.recipe.changes,
+            "config": config,
+            **environment(self.device, self.target),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "run.json", result)
+        self._append(result)
+        tau = ", ".join(f"{suite} {found['mean']:.3f}" for suite, found in points[-1]["tau"].items())
+        print(
+            f"train {job.name}: {course.steps} steps in {course.seconds:.1f} s, {course.build_s:.1f} s before, "
+            f"{measured_s:.1f} s measuring; loss {course.loss:.3f}; tau {tau}",
+            flush=True,
+        )
+
+    def _walker(self, shape: DrafterShape) -> Walker:
+        key = json.dumps([list(shape.target_layer_ids), shape.block_size])
+        if key not in self.walkers:
+            self.walkers[key] = _walker_for(self.target, self.device, shape, self.items)
+        return self.walkers[key]
+
+    def _append(self, result: dict[str, Any]) -> None:
+        append_line(self.paths.runs_file, result)
+
+
+def _walker_for(name: str, device: str, shape: DrafterShape, items: Sequence[Item]) -> Walker:
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return Walker(load_target(name, device=device, dtype=dtype), shape, items)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add a JSON line; several processes may do so at once."""
+    with path.open("a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; none where it is not there."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def environment(device: str, target: str) -> dict[str, Any]:
+    """Where and with what something was measured."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    return {
+        "target": Path(target).name,
+        "device": torch.cuda.get_device_name(0) if device != "cpu" else platform.machine(),
+        "commit": done.stdout.strip() or None,
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _write_weights(folder: Path, shape: DrafterShape, kept: Kept) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder, kept.tensors, torch.bfloat16, _WEIGHTS_FILE_BYTES)
+    write_json(folder / CONFIG_FILE, zlab.to_config(shape, "bfloat16"))
