@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,7 @@ from draftmill.errors import InputError
 
 StepChoice = Literal["eager", "compiled", "graphed", "auto"]
 Devices = list[str | list[str]] | Literal["auto"]
+LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
 def _checked_devices(value: Devices) -> Devices:
@@ -192,16 +193,54 @@ class TrainConfig(_Section):
     """Largest norm of the gradient."""
     gamma: float | None = Field(None, gt=0.0)
     """Decay length of the loss over a block's slots; null: 7, 5 or 4 for blocks of 16, 10 or 8, else by size."""
-    loss: Literal["cross_entropy", "d_pace"] = "cross_entropy"
-    """cross_entropy weighs slots by exp(-(k-1)/gamma), d_pace by the drafter's own confidence."""
+    loss: LossTerm | dict[LossTerm, float] = "cross_entropy"
+    """What a slot costs. cross_entropy: to its label; kl, total_variation: how far the drafter's distribution is from
+    the target's; several of them with weights, as in {cross_entropy: 0.1, kl: 0.9}. d_pace stands for cross_entropy
+    with slot_weights d_pace. All but cross_entropy to the data's labels run the target to its end."""
+    slot_weights: Literal["decay", "d_pace"] = "decay"
+    """decay weighs slot k by exp(-(k-1)/gamma), d_pace by the drafter's own confidence."""
     d_pace_alpha: float = Field(0.5, ge=0.0, le=1.0)
     """Smoothing of D-PACE's confidence."""
+    labels: Literal["data", "target"] = "data"
+    """The token that a slot should say: the data's, or the target's likeliest at that place. Accuracy and held-out
+    acceptance compare with the same one."""
     accumulate: int = Field(1, ge=1)
     """Batches a drafter adds up before an update."""
     log_every_s: float = Field(10.0, gt=0.0)
     """Seconds between step lines in the log."""
     evaluate_every: int = Field(500, ge=1)
     """Steps between held-out evaluations."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _d_pace(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or raw.get("loss") != "d_pace":
+            return raw
+        if (weights := raw.get("slot_weights", "d_pace")) != "d_pace":
+            raise ValueError(f"loss d_pace weighs slots by d_pace, got slot_weights {weights!r}; set one of the two")
+        return {**raw, "loss": "cross_entropy", "slot_weights": "d_pace"}
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss(cls, value: Any) -> Any:
+        terms = get_args(LossTerm)
+        known = ", ".join(terms)
+        if not isinstance(value, dict):
+            if value not in terms:
+                raise ValueError(f"must be {known}, d_pace, or a mapping of the first three to weights, got {value!r}")
+            return value
+        if not value or any(name not in terms for name in value):
+            raise ValueError(f"a mixed loss maps some of {known} to weights, got {value}")
+        if not all(type(part) in (int, float) and 0.0 < part < float("inf") for part in value.values()):
+            raise ValueError(
+                f"a mixed loss's weights must be positive numbers, got {value}; leave out what counts nothing"
+            )
+        return {name: float(value[name]) for name in terms if name in value}
+
+    @property
+    def loss_terms(self) -> dict[LossTerm, float]:
+        """The loss as weights of its terms."""
+        return self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
 
     @field_validator("betas")
     @classmethod

@@ -86,7 +86,7 @@ def test_no_configuration_or_none_that_can_be_read(tmp_path: Path, capsys: pytes
         ("train.accumulate=0", "train.accumulate: Input should be greater than or equal to 1, got 0"),
         ("train.anchor_draws=0", "train.anchor_draws: Input should be greater than or equal to 1, got 0"),
         ("train.anchor_draws=65", "train.anchor_draws: Input should be less than or equal to 64, got 65"),
-        ("train.loss=mse", "train.loss: Input should be 'cross_entropy' or 'd_pace'"),
+        ("train.loss=mse", "train.loss: must be cross_entropy, kl, total_variation, d_pace, or a mapping of"),
         ("pipeline.stall_s=0", "pipeline.stall_s: Input should be greater than 0"),
         ("train.lr", "override 'train.lr' is not of the form section.name=value"),
         ("lr=1e-3", "override 'lr=1e-3' is not of the form section.name=value"),

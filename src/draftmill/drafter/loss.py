@@ -1,8 +1,17 @@
-"""The loss over a batch's blocks: weights, labels, and a chunked linear + cross entropy that keeps no logits.
+"""The loss over a batch's blocks: weights, labels, and a chunked linear + loss that keeps no logits.
 
 The head is frozen, so the gradient to the hidden states is made in the forward pass, chunk by chunk: logits of one
-chunk are all that ever exists. The sum is not divided here; numerator and denominator are summed over drafters, hosts
-and accumulation steps first.
+chunk, the drafter's and where wanted the target's, are all that ever exists. The sum is not divided here; numerator and
+denominator are summed over drafters, hosts and accumulation steps first.
+
+With q the drafter's distribution in a slot, p the target's at the same place, y the slot's label and z the drafter's
+logits, a slot costs a weighted sum of
+
+    cross entropy      -log q_y                          slope to z   q - [y]
+    KL                 sum p (log p - log q)                          q - p
+    total variation    sum |q - p| / 2                                q (s - sum s q) / 2,   s = sign(q - p)
+
+Total variation is the chance that rejection sampling turns a draft of q down (Leviathan et al., arXiv 2211.17192).
 
 Source: dflash.md "Loss"; D-PACE weights as in SpecForge 0.2.0 specforge/algorithms/common/dflash_family_model.py.
 """
@@ -13,16 +22,50 @@ from dataclasses import dataclass
 
 import torch
 
+from draftmill.config import TrainConfig, gamma_for
 from draftmill.records import Blocks
 from draftmill.target.head import TargetHead
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """How slots are weighed. gamma: decay length in slots; alpha: D-PACE's smoothing, None for plain decay."""
+    """What a slot costs, how slots are weighed, and which token is right.
+
+    gamma            decay length in slots
+    alpha            D-PACE's smoothing; None for plain decay
+    cross_entropy, kl, total_variation  weights of the loss's terms
+    target_labels    whether a slot's label is the target's likeliest token, and not the data's
+    """
 
     gamma: float
     alpha: float | None = None
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    total_variation: float = 0.0
+    target_labels: bool = False
+
+    @classmethod
+    def of(cls, train: TrainConfig, block_size: int) -> LossRule:
+        """The rule that a run's configuration asks for."""
+        terms = train.loss_terms
+        return cls(
+            gamma=train.gamma or gamma_for(block_size),
+            alpha=train.d_pace_alpha if train.slot_weights == "d_pace" else None,
+            cross_entropy=terms.get("cross_entropy", 0.0),
+            kl=terms.get("kl", 0.0),
+            total_variation=terms.get("total_variation", 0.0),
+            target_labels=train.labels == "target",
+        )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss looks at the target's distribution."""
+        return self.kl > 0.0 or self.total_variation > 0.0
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's logits are needed, and so its last hidden state at every context place."""
+        return self.compares or self.target_labels
 
 
 def block_tokens(blocks: Blocks, block_size: int, mask_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,42 +98,103 @@ def scored_rows(blocks: Blocks, block_size: int, rule: LossRule) -> tuple[torch.
     return rows[order], labels[order], weights[order]
 
 
+def target_places(blocks: Blocks, rows_R: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The context slot at which the target predicts what each row stands for: anchor + k - 1 for slot k, [R] int64.
+
+    rows_R: indices a*K + k. A row without weight may be given any place inside the context.
+    """
+    block, slot = rows_R // block_size, rows_R % block_size
+    return (blocks.anchors_A.long()[block] + slot - 1).clamp(0, blocks.tokens_T.shape[0] - 1)
+
+
 def loss_chunk(
     hidden_RH: torch.Tensor,
+    target_RH: torch.Tensor | None,
     head: TargetHead,
     labels_R: torch.Tensor,
     weights_R: torch.Tensor,
-    d_pace: tuple[int, float] | None = None,
+    rule: LossRule,
+    slots: int,
     with_slope: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One chunk of rows of the loss head, value and gradient together.
 
-    hidden_RH [R, H], labels_R [R], weights_R [R]; under D-PACE (slots a block, alpha), and R whole blocks.
-    Returns cross entropies [R] float32, final weights [R] float32, whether each row is right [R] bool, and
-    d(sum w*CE)/d(hidden) [R, H] (the rows themselves where no slope is wanted).
+    hidden_RH [R, H]; target_RH [R, H], the target's last hidden state, normed, where the rule needs it; labels_R [R];
+    weights_R [R]; slots: those that a block scores, K-1. Under D-PACE the rows are whole blocks.
+    Returns costs [R] float32, final weights [R] float32, whether each row is right [R] bool, and the slope
+    d(sum w*cost)/d(hidden) [R, H] (the rows themselves where none is wanted).
     Logits [R, V] live only here.
     """
-    logits = head.logits(hidden_RH)
-    wide = logits.float() if logits.is_cuda else logits  # fused there; on a CPU each further pass over them costs
-    log_probability = torch.log_softmax(wide, dim=-1)
-    cross_entropy = -log_probability.gather(1, labels_R[:, None])[:, 0].float()
-    correct = first_largest(wide) == labels_R
-    if d_pace is not None:
-        slots, alpha = d_pace
-        by_block = d_pace_weights(cross_entropy.view(-1, slots), weights_R.view(-1, slots) > 0, alpha)
-        weights_R = by_block.flatten()
-    if not with_slope:
-        return cross_entropy, weights_R, correct, hidden_RH
-    slope = log_probability.exp_()
-    if slope.is_cuda:  # fused with what is around it
-        slope = slope - (torch.arange(slope.shape[1], device=slope.device) == labels_R[:, None]).float()
+    logits = _wide(head.logits(hidden_RH))
+    target_logits = None
+    if rule.needs_target:
+        assert target_RH is not None
+        target_logits = _wide(head.logits(target_RH))
+        if rule.target_labels:
+            labels_R = first_largest(target_logits)
+    correct = first_largest(logits) == labels_R
+    log_q = torch.log_softmax(logits, dim=-1)
+    cross_entropy = -log_q.gather(1, labels_R[:, None])[:, 0].float()
+    if rule.alpha is not None:
+        supervised = weights_R.view(-1, slots) > 0
+        weights_R = d_pace_weights(cross_entropy.view(-1, slots), supervised, rule.alpha).flatten()
+    if rule.compares:
+        assert target_logits is not None
+        costs, slope = _compare(log_q, target_logits, cross_entropy, rule)
     else:
-        slope[torch.arange(slope.shape[0]), labels_R] -= 1.0
+        costs, slope = rule.cross_entropy * cross_entropy, log_q.exp_()
+        if rule.cross_entropy != 1.0:
+            slope *= rule.cross_entropy
+    if not with_slope:
+        return costs, weights_R, correct, hidden_RH
+    if rule.cross_entropy:
+        slope = _less_at(slope, labels_R, rule.cross_entropy)
     if head.logit_softcap is not None:
-        slope = slope * (1.0 - (wide / head.logit_softcap).square())
+        slope = slope * (1.0 - (logits / head.logit_softcap).square())
     # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
     slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * (weights_R[:, None] * head.logit_scale)
-    return cross_entropy, weights_R, correct, slope_RH.to(hidden_RH.dtype)
+    return costs, weights_R, correct, slope_RH.to(hidden_RH.dtype)
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in float32 on CUDA, where the cast is fused; on a CPU each further pass over them costs."""
+    return logits.float() if logits.is_cuda else logits
+
+
+def _compare(
+    log_q: torch.Tensor, target_logits: torch.Tensor, cross_entropy_R: torch.Tensor, rule: LossRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Costs [R] float32 of a rule that compares distributions, and their slope to the logits but for the label's part.
+
+    log_q, target_logits [R, V]: both are overwritten. On a CPU a new tensor of that size costs more than three passes
+    over one that is there, so what can be done in place is.
+    """
+    p = torch.softmax(target_logits, dim=-1)
+    costs = rule.cross_entropy * cross_entropy_R
+    if rule.kl:
+        # sum p log p = sum p * logit - log of the sum of all exponentials, which is exact at the largest of both
+        log_sum = target_logits.amax(dim=-1).float() - p.amax(dim=-1).float().log()
+        apart = target_logits.sub_(log_q).mul_(p).sum(dim=-1, dtype=torch.float32)
+        costs = costs + rule.kl * (apart - log_sum)
+    q = log_q.exp_()
+    pull = None
+    if rule.total_variation:
+        gap = q - p
+        costs = costs + rule.total_variation / 2 * torch.linalg.vector_norm(gap, 1, dim=-1).float()
+        pull = gap.sign_().mul_(q)
+        pull.addcmul_(q, pull.sum(dim=-1, keepdim=True), value=-1.0).mul_(rule.total_variation / 2)
+    slope = q.mul_(rule.cross_entropy + rule.kl)
+    if rule.kl:
+        slope.sub_(p, alpha=rule.kl)
+    return costs, slope if pull is None else slope.add_(pull)
+
+
+def _less_at(slope: torch.Tensor, labels_R: torch.Tensor, amount: float) -> torch.Tensor:
+    """The slope [R, V], less by `amount` at each row's label."""
+    if slope.is_cuda:  # fused with what is around it
+        return slope - amount * (torch.arange(slope.shape[1], device=slope.device) == labels_R[:, None]).float()
+    slope[torch.arange(slope.shape[0]), labels_R] -= amount
+    return slope
 
 
 def first_largest(logits: torch.Tensor) -> torch.Tensor:

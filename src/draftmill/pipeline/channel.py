@@ -33,7 +33,10 @@ class SlotState(Enum):
 
 
 class Slot:
-    """A feature buffer [T, L*H] on the drafter's device, and the batch whose features it holds.
+    """A buffer on the drafter's device for what the target gives of a batch's tokens, and the batch it is of.
+
+    features_TF: [T, L*H], the tapped layers' outputs side by side; where the loss looks at the target's own
+    predictions, its last hidden state follows: [T, (L+1)*H].
 
     written, read: events on the device, recorded after the features were written and after they were last read; None on
     a CPU, where both are done when the call returns.

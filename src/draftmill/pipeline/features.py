@@ -17,8 +17,8 @@ from draftmill.records import HostBatch
 def pack(taps: list[torch.Tensor], source_T: torch.Tensor, features_TF: torch.Tensor) -> None:
     """Write the taps' real tokens into the first context slots.
 
-    taps: L tensors [B, S, H]. source_T: int64 [n], flat index b*S + s of each context slot's token, on their device.
-    features_TF: [T, L*H], any device and type.
+    taps: L tensors [B, S, H], or L + 1 with the last hidden state. source_T: int64 [n], flat index b*S + s of each
+    context slot's token, on their device. features_TF: as wide as all taps together, any device and type.
     """
     count, width = source_T.shape[0], taps[0].shape[-1]
     for index, tap in enumerate(taps):

@@ -151,6 +151,7 @@ def _undisturbed(state: StepState) -> Iterator[None]:
         yield
     state.begin()
     state.features_TF.zero_()
+    state.last_TH.zero_()
     state.blocks.copy_(Blocks.empty(state.shape.context_slots, state.shape.anchor_slots))
 
 
@@ -160,6 +161,7 @@ def fill_randomly(state: StepState) -> None:
     generator = torch.Generator().manual_seed(0)
     device = state.device
     state.features_TF.normal_()
+    state.last_TH.normal_()
     state.blocks.tokens_T.copy_(torch.randint(size.vocab_size, (context,), generator=generator))
     length = max(2, context // 4)
     positions = torch.arange(context) % length

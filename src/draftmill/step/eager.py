@@ -2,7 +2,7 @@
 
     trunk      features + blocks -> hidden states, with the graph for backward
     rows       which slots are scored, with which label and weight
-    chunk      some rows of hidden states -> cross entropies and the gradient to those rows; as many chunks as have rows
+    chunk      some rows of hidden states -> costs and the gradient to those rows; as many chunks as have rows
     count      right and supervised slots
     backward   gradient to the hidden states -> gradients of the weights, added to the flat buffer
 
@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
-from draftmill.drafter.loss import block_tokens, loss_chunk, scored_rows
+from draftmill.drafter.loss import block_tokens, loss_chunk, scored_rows, target_places
 from draftmill.drafter.mask import TileLists
 from draftmill.records import Blocks
 from draftmill.step.state import StepState
@@ -37,9 +37,9 @@ class EagerStep:
         self.state = state
         size = state.drafter_shape
         slots = size.block_size - 1
-        self.d_pace = None if state.rule.alpha is None else (slots, state.rule.alpha)
         # Under D-PACE a chunk holds whole blocks.
-        unit = slots if self.d_pace else 1
+        self.whole_blocks = state.rule.alpha is not None
+        unit = slots if self.whole_blocks else 1
         self.chunk_rows = max(unit, min(state.shape.chunk_rows, state.shape.anchor_slots * slots) // unit * unit)
         self.num_chunks = -(-state.shape.anchor_slots * slots // self.chunk_rows)
         self.attention = (attention or default_attention)(state)
@@ -91,18 +91,21 @@ class EagerStep:
 
     def chunks_to_run(self, num_scored: int, num_blocks: int) -> int:
         """How many chunks have rows that carry weight, from the batch's counts."""
-        rows = num_blocks * (self.state.drafter_shape.block_size - 1) if self.d_pace else num_scored
+        rows = num_blocks * (self.state.drafter_shape.block_size - 1) if self.whole_blocks else num_scored
         return -(-rows // self.chunk_rows)
 
     def chunk(
         self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
     ) -> None:
         """One chunk of the loss head, its results scattered to the static outputs."""
-        state = self.state
-        cross_entropy, weights, correct, slope_RH = loss_chunk(
-            hidden_QH[rows], state.head, labels, weights, self.d_pace, with_slope
+        state, block_size = self.state, self.state.drafter_shape.block_size
+        target_RH = None
+        if state.rule.needs_target:
+            target_RH = state.last_TH[target_places(state.blocks, rows, block_size)]
+        costs, weights, correct, slope_RH = loss_chunk(
+            hidden_QH[rows], target_RH, state.head, labels, weights, state.rule, block_size - 1, with_slope
         )
-        state.totals += torch.stack([(weights * cross_entropy).sum(), weights.sum()])
+        state.totals += torch.stack([(weights * costs).sum(), weights.sum()])
         state.correct_AK.view(-1)[rows] = correct
         if with_slope:
             state.slope_QH[rows] = slope_RH

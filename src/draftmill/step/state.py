@@ -36,8 +36,9 @@ class StepState:
     """Weights and buffers of one replica. Built in the worker thread that runs the step.
 
     features_TF  [T, L*H], the compute type; blocks: static inputs, overwritten by `load`
+    last_TH      [T, H], the compute type; the target's last hidden state where the rule needs it, else [0, H]
     sums         float32 [4 + 2K], all of it added over drafters; its parts, each counted since `begin`:
-      totals     [2]: sum of w*CE and sum of w
+      totals     [2]: sum of w*cost and sum of w
       tokens     [2]: context tokens and supervised slots
       correct_K, scored_K  [K] each: right and supervised slots
     correct_AK   bool [A, K]: which slots of the latest batch were right
@@ -58,6 +59,8 @@ class StepState:
         size, blocks = drafter.shape, drafter.shape.block_size
         rows = shape.anchor_slots * blocks
         self.features_TF = torch.zeros(shape.context_slots, size.feature_size, device=device, dtype=dtype)
+        last = shape.context_slots if rule.needs_target else 0
+        self.last_TH = torch.zeros(last, size.hidden_size, device=device, dtype=dtype)
         self.blocks = Blocks.empty(shape.context_slots, shape.anchor_slots, device)
         self.slope_QH = torch.zeros(rows, size.hidden_size, device=device, dtype=dtype)
         self.correct_AK = torch.zeros(shape.anchor_slots, blocks, device=device, dtype=torch.bool)
@@ -69,9 +72,20 @@ class StepState:
         """The drafter's own shape."""
         return self.drafter.shape
 
-    def load(self, features_TF: torch.Tensor, blocks: Blocks) -> None:
-        """Copy a batch into the static inputs on the current stream. features_TF [n <= T, L*H], any device and type."""
-        self.features_TF[: features_TF.shape[0]].copy_(features_TF, non_blocking=True)
+    def load(self, carried_TF: torch.Tensor, blocks: Blocks) -> None:
+        """Copy a batch into the static inputs on the current stream.
+
+        carried_TF [n <= T, L*H], any device and type: what the target gave. Where the rule needs the target's last
+        hidden state, it follows the features: [n, (L+1)*H]. Raises RuntimeError for another width.
+        """
+        num_tokens, width = carried_TF.shape
+        size = self.drafter_shape
+        expected = size.feature_size + (size.hidden_size if self.rule.needs_target else 0)
+        if width != expected:
+            raise RuntimeError(f"what the target gave: expected {expected} numbers a token, got {width}")
+        self.features_TF[:num_tokens].copy_(carried_TF[:, : size.feature_size], non_blocking=True)
+        if self.rule.needs_target:
+            self.last_TH[:num_tokens].copy_(carried_TF[:, size.feature_size :], non_blocking=True)
         self.blocks.copy_(blocks, non_blocking=True)
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""A target replica as a worker uses it: a batch in, its tapped layers' outputs out.
+"""A target replica as a worker uses it: a batch in, its tapped layers' outputs out, its last hidden state if wanted.
 
 Owns how a batch's rows reach the target: packed or one document a row, whole or, where memory runs out, once in halves.
 Runs in its worker thread only, where the way the forward runs is chosen on the first batch.
@@ -40,7 +40,8 @@ class TapsReplica:
         packed: bool = False,
         like: TapsReplica | None = None,
     ) -> None:
-        """packed: whether rows hold several documents. like: another replica of this target, found fit already.
+        """layer_ids: tapped layers, and OUTPUT last where the last hidden state is wanted, of a target not cut short.
+        packed: whether rows hold several documents. like: another replica of this target, found fit already.
 
         Raises InputError where this target can't read such rows, or sees what comes after a token.
         """

@@ -1,7 +1,8 @@
 """A frozen target model: its decoder layers found, cut after the last tapped one, and run for its features.
 
 Owns the Hugging Face model of one replica. Never trains it, never runs its LM head for features, and states one
-convention: the feature of layer id i is the output of decoder layer i, Hugging Face's hidden_states[i + 1].
+convention: the feature of layer id i is the output of decoder layer i, Hugging Face's hidden_states[i + 1]. The last
+hidden state, where a loss wants it, is the decoder's output, which is normed already.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import nn
 
 from draftmill.errors import InputError
 from draftmill.target.head import TargetHead, embedding_scale, logit_scale
+
+OUTPUT = -1
+"""In place of a layer id: the decoder's own output, its last hidden state after the final norm."""
 
 
 class Taps:
@@ -113,16 +117,20 @@ class Target:
 
     @contextmanager
     def taps(self, layer_ids: Sequence[int]) -> Iterator[Taps]:
-        """Collect the outputs of these layers in every forward inside the `with`."""
+        """Collect the outputs of these layers, or of the decoder itself for OUTPUT, in every forward inside the `with`.
+
+        What the decoder gives is normed: every family in transformers applies its final norm there and not in the head.
+        """
         taps = Taps(layer_ids)
 
         def keep(layer: int) -> Any:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                taps.outputs[layer] = output[0] if isinstance(output, tuple) else output
+                taps.outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
             return hook
 
-        handles = [self.layers[layer].register_forward_hook(keep(layer)) for layer in layer_ids]
+        modules = {layer: self.decoder if layer == OUTPUT else self.layers[layer] for layer in layer_ids}
+        handles = [module.register_forward_hook(keep(layer)) for layer, module in modules.items()]
         try:
             yield taps
         finally:

@@ -125,7 +125,7 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
 
     channels = {
         setup.first_drafter + index: Channel(
-            num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
+            num_slots(setup), setup.step_shape.context_slots, setup.carried_size, device, setup.dtype
         )
         for index, device in enumerate(setup.placement.drafters)
     }

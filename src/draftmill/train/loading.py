@@ -16,6 +16,7 @@ from draftmill.target.features import TapsReplica
 from draftmill.target.head import TargetHead
 from draftmill.target.load import TargetSource, is_quantized
 from draftmill.target.model import Target
+from draftmill.target.output_check import check_output
 from draftmill.train.setup import Setup
 
 
@@ -39,14 +40,16 @@ def load_targets(setup: Setup, run: RunDirectory) -> Loaded:
     first = source.read(groups[0])
     head = first.head()
     weights = _first_weights(setup, first)
-    layer_ids, packed = setup.shape.target_layer_ids, setup.config.data.batching == "packed"
+    packed = setup.config.data.batching == "packed"
+    if setup.rule.needs_target:
+        check_output(first, head)
     replicas: list[TapsReplica] = []
     for index, group in enumerate(groups):
         run.phase(Phase.LOADING_TARGETS, f"{index + 1}/{len(groups)}")
         run.log.info(f"  Target {index} on {' + '.join(str(device) for device in group)}...")
         stays = index == 0 and (group[0].type == "cpu" or is_quantized(first.config))
-        target = source.place(first, group, layer_ids[-1], move=stays)
-        replicas.append(TapsReplica(target, layer_ids, settings.step, packed, replicas[0] if replicas else None))
+        target = source.place(first, group, setup.last_layer, move=stays)
+        replicas.append(TapsReplica(target, setup.taps, settings.step, packed, replicas[0] if replicas else None))
     return Loaded(replicas, head, weights)
 
 

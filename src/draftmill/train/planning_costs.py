@@ -207,9 +207,9 @@ def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> 
     first = source.read(group)
     head = first.head()
     packed = setup.config.data.batching == "packed"
-    target = source.place(first, group, setup.shape.target_layer_ids[-1], move=True)
-    replica = TapsReplica(target, setup.shape.target_layer_ids, settings.step, packed)
-    size = setup.step_shape.context_slots, setup.shape.feature_size
+    target = source.place(first, group, setup.last_layer, move=True)
+    replica = TapsReplica(target, setup.taps, settings.step, packed)
+    size = setup.step_shape.context_slots, setup.carried_size
     features = torch.zeros(size, device=device, dtype=setup.dtype)
 
     def forward(batch: HostBatch) -> None:
@@ -263,7 +263,7 @@ def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatc
 def _build_drafter(setup: Setup, head: TargetHead, device: torch.device) -> tuple[Replica, list[Slot]]:
     """A drafter with its channel's slots, whose features are random."""
     replica = build_replica(setup, Loaded([], head, None), device, _logger)
-    size = setup.step_shape.context_slots, setup.shape.feature_size
+    size = setup.step_shape.context_slots, setup.carried_size
     slots = [Slot(*size, device, setup.dtype) for _ in range(num_slots(setup))]
     for slot in slots:
         slot.features_TF.normal_()

@@ -12,7 +12,7 @@ import torch
 
 from draftmill.checkpoint.resume import MAY_CHANGE, TARGET_SETTINGS
 from draftmill.checkpoint.source import warm_start
-from draftmill.config import Config, gamma_for
+from draftmill.config import Config
 from draftmill.data.encode import hash_tokenizer
 from draftmill.data.plan import BatchPlan, split_heldout
 from draftmill.data.store import Store
@@ -26,6 +26,7 @@ from draftmill.pipeline.stream import Stream
 from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape
 from draftmill.target.load import load_config, load_tokenizer
 from draftmill.target.mask_token import resolve_mask_token
+from draftmill.target.model import OUTPUT
 from draftmill.target.step import check_choice
 
 
@@ -52,6 +53,21 @@ class Setup:
     def first_drafter(self) -> int:
         """Number of this host's first drafter among all drafters; every host has as many."""
         return self.hosts.rank * len(self.placement.drafters)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What the target gives of each token: its tapped layers, and its last hidden state where the loss needs it."""
+        return (*self.shape.target_layer_ids, *((OUTPUT,) if self.rule.needs_target else ()))
+
+    @property
+    def last_layer(self) -> int:
+        """The last of the target's layers that is run."""
+        return self.shape.num_target_layers - 1 if self.rule.needs_target else self.shape.target_layer_ids[-1]
+
+    @property
+    def carried_size(self) -> int:
+        """Numbers of a token that go from a target to a drafter."""
+        return len(self.taps) * self.shape.hidden_size
 
 
 def set_up(config: Config, hosts: Hosts) -> Setup:
@@ -95,10 +111,7 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         target_config=target_config,
         shape=shape,
         step_shape=step_shape,
-        rule=LossRule(
-            gamma=config.train.gamma or gamma_for(config.drafter.block_size),
-            alpha=config.train.d_pace_alpha if config.train.loss == "d_pace" else None,
-        ),
+        rule=LossRule.of(config.train, shape.block_size),
         dtype=_compute_type(config, placement),
         stream=stream,
         warm_weights=warm_weights,
