@@ -26,8 +26,22 @@ class Rotary(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [...], integers -> cosines and sines [..., rotary_dim / 2], float32."""
         assert isinstance(self.frequencies, torch.Tensor)
-        angles = positions.float().unsqueeze(-1) * self.frequencies
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        cosines, sines = torch.ops.draftmill.cosines_and_sines(positions, self.frequencies, self.scale)
+        return cosines, sines
+
+
+def _cosines_and_sines(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return angles.cos() * scale, angles.sin() * scale
+
+
+# An operator of its own, which the compiler does not look into: it would work the angles out again for every head of
+# every layer, forward and backward, in place of reading them.
+_LIBRARY = torch.library.Library("draftmill", "FRAGMENT")
+_LIBRARY.define("cosines_and_sines(Tensor positions, Tensor frequencies, float scale) -> (Tensor, Tensor)")
+_LIBRARY.impl("cosines_and_sines", _cosines_and_sines, "CompositeExplicitAutograd")
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
