@@ -59,6 +59,8 @@ class Channel:
     ) -> None:
         self.device = device
         self._slots = [Slot(context_slots, feature_size, device, dtype) for _ in range(num_slots)]
+        if device.type == "cuda":  # the workers' streams do not wait for the one that has cleared the slots
+            torch.cuda.current_stream(device).synchronize()
         self._changed = threading.Condition()
         self._closed = False
 

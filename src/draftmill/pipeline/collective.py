@@ -21,6 +21,8 @@ from draftmill.pipeline.channel import ChannelClosed
 
 TIMEOUT_S = 20 * 60.0
 """How long a drafter waits for the others: for all of them to be built, and in a collective."""
+LEAVE_S = 20.0
+"""How long a drafter that is done waits for its group to let go."""
 _VERDICT, _ENTER, _LEAVE = "verdict", "enter", "leave"
 LOOK_EVERY_S = 0.1
 """How often a store is asked for what is not there yet: its own way of waiting can't be ended from here."""
@@ -93,6 +95,7 @@ class Collective:
         self._group: Any = None
         self._lock = threading.Lock()
         self._in_flight = self._closed = False
+        self._leaving: threading.Thread | None = None
         if size == 1:
             return
         if store is None:
@@ -102,6 +105,8 @@ class Collective:
         _meet(store, rank, size, closed, built, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
+            # A failure is this run's to report: NCCL's own watch would end the process without a word.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
@@ -135,7 +140,7 @@ class Collective:
                 self._in_flight = False
 
     def close(self) -> None:
-        """Leave the group, which ends the others' waiting for this drafter. Can be called twice.
+        """Leave the group, which ends the others' waiting for this drafter. Waits for nothing; can be called twice.
 
         A Gloo group can't be left while its own sum waits for others; those who are gone end that wait.
         """
@@ -144,8 +149,20 @@ class Collective:
             if self._group is None or (self._in_flight and not self._aborts):
                 return
             group, self._group = self._group, None
-        if self._aborts:
-            group.abort()
+            if self._aborts:
+                # An end of an NCCL group that is aborted may wait for the other ends, which are closed one after another.
+                self._leaving = threading.Thread(target=_abort, args=(group,), name="leave-group", daemon=True)
+                self._leaving.start()
+
+    def left(self, timeout_s: float = LEAVE_S) -> bool:
+        """Wait for a group that was closed to let go; whether it has."""
+        if self._leaving is not None:
+            self._leaving.join(timeout_s)
+        return self._leaving is None or not self._leaving.is_alive()
+
+
+def _abort(group: Any) -> None:
+    group.abort()
 
 
 def _meet(

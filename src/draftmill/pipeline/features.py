@@ -1,7 +1,7 @@
 """From a target's layer outputs to a drafter's context slots, and the cache of features already made.
 
-The features of a batch's real tokens, without padding, go straight into a slot: one gather a tap, written where the
-drafter will read it.
+The features of a batch's real tokens, without padding, go into a slot on the drafter's device: one gather a tap, and
+where that is another device one copy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ def pack(taps: list[torch.Tensor], source_T: torch.Tensor, features_TF: torch.Te
     context slot's token, on their device. features_TF: as wide as all taps together, any device and type.
     """
     count, width = source_T.shape[0], taps[0].shape[-1]
+    whole = features_TF[:count]
+    here = whole
+    if features_TF.device != source_T.device:
+        # Gathered here first, so that one copy of whole rows crosses over: that needs no kernel on either device and no
+        # work on a stream of the other one, whether the devices reach each other's memory or not.
+        here = torch.empty(whole.shape, dtype=whole.dtype, device=source_T.device)
     for index, tap in enumerate(taps):
         rows = tap.reshape(-1, width).index_select(0, source_T)
-        features_TF[:count, index * width : (index + 1) * width].copy_(rows, non_blocking=True)
+        here[:, index * width : (index + 1) * width].copy_(rows, non_blocking=True)
+    if here is not whole:
+        whole.copy_(here, non_blocking=True)
 
 
 class FeatureCache:

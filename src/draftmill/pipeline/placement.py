@@ -44,6 +44,11 @@ def place(targets: Devices, drafters: Devices) -> Placement:
             f"targets and drafters must all be on CUDA or all on the CPU, got {' and '.join(kinds)}; change "
             "target.devices or drafter.devices"
         )
+    if doubled := sorted({str(device) for device in singles if device.type == "cuda" and singles.count(device) > 1}):
+        raise InputError(
+            f"drafter.devices names {', '.join(doubled)} more than once; drafters sum their gradients over NCCL, which "
+            "takes one of them a GPU (train.accumulate makes a step of more batches)"
+        )
     return Placement(groups, singles)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ import torch
 
 from draftmill.pipeline.channel import Channel, ChannelClosed, Slot
 from draftmill.pipeline.features import FeatureCache, pack
+from draftmill.pipeline.spans import Clock, Span
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import Supervisor, Worker, WorkerFailed
 from draftmill.records import BatchKind, HostBatch
@@ -120,55 +120,46 @@ class Snapshot:
 
 Ticket = Step | Evaluate | Snapshot
 
-
-class Span:
-    """A stretch of a worker's time: by the device's clock on CUDA, where the host runs ahead, else by the host's.
-
-    Begins when it is made. Waits in between count; waiting for the ticket does not.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._began, self._took_s = time.monotonic(), 0.0
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events[0].record()
-
-    def end(self) -> None:
-        """Called once, by the worker."""
-        self._took_s = time.monotonic() - self._began
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """How long it lasted; waits for the device to be there."""
-        if self._events is None:
-            return self._took_s
-        begin, end = self._events
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000.0
+WORK, SUM = "work", "sum"
+WAITING_DATA, WAITING_DRAFTER = "waiting for data", "waiting for drafter"
+WAITING_FEATURES, WAITING_TICKET = "waiting for features", "waiting for a ticket"
+"""What a worker's time is spent on; what begins with waiting counts as such."""
 
 
 @dataclass(frozen=True)
 class Result:
     """What came of a ticket.
 
-    span            from the start of its work to the end
-    wait_s, work_s  seconds on the host's clock: waiting for features, and all the rest
-    num_tokens      real tokens of the training batches that were taken from the channel for it
-    num_padded      tokens of their rows, padding included
-    queue_depth     batches that lie ready when it is done
+    span         from the start of its work to the end
+    parts        what that time was spent on: waiting for features, work, and the sum over all drafters
+    num_tokens   real tokens of the training batches that were taken from the channel for it
+    num_padded   tokens of their rows, padding included
+    queue_depth  batches that lie ready when it is done
     """
 
     worker: str
     ticket: Ticket
     value: Any
     span: Span
-    wait_s: float = 0.0
-    work_s: float = 0.0
+    parts: tuple[Span, ...] = ()
     num_tokens: int = 0
     num_padded: int = 0
     queue_depth: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting for features. Waits for the device."""
+        return sum(part.seconds() for part in self.parts if part.kind == WAITING_FEATURES)
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds in the sum over all drafters, waiting for them included. Waits for the device."""
+        return sum(part.seconds() for part in self.parts if part.kind == SUM)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all but the waiting for features. Waits for the device."""
+        return self.span.seconds() - self.wait_s
 
 
 @dataclass(frozen=True)
@@ -208,6 +199,12 @@ def cores(device: torch.device) -> AbstractContextManager[Any]:
     return _CORES if device.type == "cpu" else contextlib.nullcontext()
 
 
+def tell(beats: Beats, ended: dict[str, float], doing: str, step: int | None = None) -> None:
+    """Say what begins, and what the time was spent on that has ended since."""
+    wait_s = sum(seconds for kind, seconds in ended.items() if kind.startswith("waiting"))
+    beats.beat(doing, step, busy_s=sum(ended.values()) - wait_s, wait_s=wait_s)
+
+
 class TargetWorker(Worker):
     """Runs one target replica over the batches, in order, shared with the other target workers."""
 
@@ -230,26 +227,35 @@ class TargetWorker(Worker):
     def work(self) -> None:
         """Until the loader ends: batch, slot, features, hand over."""
         with own_stream(self.device), torch.no_grad():
+            self.beats.beat("warming up")
             replica = self.build()
+            clock = Clock(self.device)
             while True:
-                started = time.monotonic()
-                self.beats.beat("waiting for data")
+                self._tell(clock, "waiting for data")
                 batch = self._next()
+                clock.cut(WAITING_DATA)
                 if batch is None:
                     break
                 self.doing = f"on batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
                 channel, number = self.route.of(batch.sequence)
-                self.beats.beat("waiting for drafter", batch.sequence)
-                asked = time.monotonic()
+                self._tell(clock, "waiting for drafter", batch.sequence)
                 slot = channel.reserve(number)
-                waited = time.monotonic()
-                self.drafter_wait_s += waited - asked
-                self.beats.beat("forward", batch.sequence, wait_s=waited - started)
+                if slot.read is not None:
+                    torch.cuda.current_stream().wait_event(slot.read)
+                clock.cut(WAITING_DRAFTER)
+                self._tell(clock, "forward", batch.sequence)
                 with cores(self.device):
                     written = self._fill(replica, batch, slot)
+                clock.cut(WORK)
                 channel.fill(number, batch, written)
-                self.beats.beat("handing over", batch.sequence, busy_s=time.monotonic() - waited)
-            self.beats.beat("done")
+                self._tell(clock, "handing over", batch.sequence)
+            self._tell(clock, "done")
+
+    def _tell(self, clock: Clock, doing: str, sequence: int | None = None) -> None:
+        """Say what begins, and how long whatever has ended since took."""
+        ended = clock.finished()
+        self.drafter_wait_s += ended.get(WAITING_DRAFTER, 0.0)
+        tell(self.beats, ended, doing, sequence)
 
     def _next(self) -> HostBatch | None:
         try:
@@ -259,16 +265,13 @@ class TargetWorker(Worker):
 
     def _fill(self, replica: TargetReplica, batch: HostBatch, slot: Slot) -> torch.cuda.Event | None:
         """Features into the slot; returns the event after which they are there (None: now)."""
-        on_cuda = self.device.type == "cuda"
-        if on_cuda and slot.read is not None:
-            torch.cuda.current_stream().wait_event(slot.read)
         if batch.num_tokens and not (self.cache is not None and self.cache.read(batch, slot.features_TF)):
             taps = replica.forward(batch)
             source = batch.source_T.to(self.device, non_blocking=True)
             pack(taps, source, slot.features_TF)
             if self.cache is not None:
                 self.cache.keep(batch, slot.features_TF)
-        if not on_cuda:
+        if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record()
@@ -304,9 +307,10 @@ class DrafterWorker(Worker):
         self.number = 0
         self.held: list[tuple[int, Slot]] = []
         self.read: deque[tuple[torch.cuda.Event | None, HostBatch]] = deque()
-        self.wait_s = 0.0
+        self.parts: list[Span] = []
         self.num_tokens = self.num_padded = 0
         self.collective: Any = None
+        self.clock: Clock
 
     def work(self) -> None:
         """Until the tickets end."""
@@ -320,37 +324,38 @@ class DrafterWorker(Worker):
                 lambda num_built: self.beats.beat(f"waiting for drafters, {num_built} built")
             )
             self.beats.beat("waiting for a ticket")
-            while (ticket := self.tickets.get()) is not None:
+            ticket = self.tickets.get()
+            self.clock = Clock(self.device)  # what came before was set-up
+            while ticket is not None:
                 if self.supervisor.closed:
                     raise ChannelClosed
                 self.step = ticket.step + 1
                 self.doing = f"at {type(ticket).__name__.lower()} {self.step}"
                 self.results.put(self._result(replica, ticket))
+                ticket = self.tickets.get()
+                self.clock.cut(WAITING_TICKET)
             self.beats.beat("done")
 
     def leave(self) -> None:
         """Leave the group of drafters, so that none waits for this one."""
         if self.collective is not None:
             self.collective.close()
+            if self.supervisor.failure is None:
+                self.collective.left()
 
     def _result(self, replica: DrafterReplica, ticket: Ticket) -> Result:
-        span, started, self.wait_s = Span(self.device), time.monotonic(), 0.0
+        begin, self.parts = self.clock.last, []
         self.num_tokens = self.num_padded = 0
         value = self._serve(replica, self.collective, ticket)
-        span.end()
-        work_s = time.monotonic() - started - self.wait_s
-        self.beats.beat("waiting for a ticket", self.step, busy_s=work_s)
+        self._cut(WORK)
+        span = Span(WORK, begin, self.clock.last)
+        tell(self.beats, self.clock.finished(), "waiting for a ticket", self.step)
         return Result(
-            self.name,
-            ticket,
-            value,
-            span,
-            self.wait_s,
-            work_s,
-            self.num_tokens,
-            self.num_padded,
-            self.channel.depth(),
+            self.name, ticket, value, span, tuple(self.parts), self.num_tokens, self.num_padded, self.channel.depth()
         )
+
+    def _cut(self, kind: str) -> None:
+        self.parts.append(self.clock.cut(kind))
 
     def _serve(self, replica: DrafterReplica, collective: Any, ticket: Ticket) -> Any:
         if isinstance(ticket, Snapshot):
@@ -364,12 +369,16 @@ class DrafterWorker(Worker):
                     replica.load(slot, 0)
                     replica.evaluate()
                 self._release(number, slot)
+            self._cut(WORK)
             collective.sum_(*replica.evaluated())
+            self._cut(SUM)
             return replica.evaluation_result()
         replica.begin()
         self._group(replica, ticket.step)
         self.beats.beat("waiting for drafters" if collective.size > 1 else "update", self.step)
+        self._cut(WORK)
         collective.sum_(*replica.reducible())
+        self._cut(SUM)
         with cores(self.device):
             replica.update(ticket.step)
             return replica.step_result()
@@ -392,12 +401,13 @@ class DrafterWorker(Worker):
             self.held.clear()
 
     def _take(self) -> tuple[int, Slot]:
-        started = time.monotonic()
-        self.beats.beat("waiting for target", self.step)
+        self._cut(WORK)
+        tell(self.beats, self.clock.finished(), "waiting for target", self.step)
         slot = self.channel.take(self.number)
         self.number += 1
-        wait_s = time.monotonic() - started
-        self.wait_s += wait_s
+        if slot.written is not None:
+            torch.cuda.current_stream().wait_event(slot.written)
+        self._cut(WAITING_FEATURES)
         batch = slot.batch
         assert batch is not None
         self.doing = (
@@ -406,9 +416,7 @@ class DrafterWorker(Worker):
         if batch.kind is BatchKind.TRAIN:
             self.num_tokens += batch.num_tokens
             self.num_padded += batch.tokens_BS.numel()
-        if slot.written is not None:
-            torch.cuda.current_stream().wait_event(slot.written)
-        self.beats.beat("working", self.step, wait_s=wait_s)
+        tell(self.beats, self.clock.finished(), "working", self.step)
         return self.number - 1, slot
 
     def _release(self, number: int, slot: Slot) -> None:
