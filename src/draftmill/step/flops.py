@@ -22,6 +22,8 @@ TRAINED_ON_INPUTS = 4
 """A trained matrix on inputs that need no gradient, as the target's features: no gradient to the input."""
 FROZEN = 4
 """A frozen matrix: its output and the gradient to its input."""
+TARGET = 2
+"""The same matrix on the target's last hidden state: its output alone."""
 ATTENTION = 12
 """For each seen pair, head and element of a head: scores and values forward (4), four products backward (8)."""
 
@@ -86,8 +88,11 @@ def visible_pairs(before_A: torch.Tensor, block_size: int, window: int | None) -
     return int(context) + len(before_A) * block_size * (block_size + 1) // 2
 
 
-def step_flops(shape: DrafterShape, work: StepWork) -> StepFlops:
-    """Useful operations of one forward and backward over this work."""
+def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -> StepFlops:
+    """Useful operations of one forward and backward over this work.
+
+    with_target: whether the loss needs the target's logits too.
+    """
     hidden, head = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
     keys_values = 2 * hidden * keys
@@ -99,7 +104,7 @@ def step_flops(shape: DrafterShape, work: StepWork) -> StepFlops:
         ),
         blocks=float(TRAINED * work.block_tokens * shape.num_layers * layer),
         attention=float(ATTENTION * work.pairs * queries),
-        head=float(FROZEN * work.scored_rows * hidden * shape.vocab_size),
+        head=float((FROZEN + (TARGET if with_target else 0)) * work.scored_rows * hidden * shape.vocab_size),
     )
 
 

@@ -103,7 +103,8 @@ class Replica:
         # Counted on the host, where blocks come from.
         self.num_blocks = int((blocks.slots_A > 0).sum())
         shape = self.state.drafter_shape
-        self.batch_flops = step_flops(shape, work_of(blocks, batch.num_tokens, shape)).total
+        compares = self.state.rule.needs_target
+        self.batch_flops = step_flops(shape, work_of(blocks, batch.num_tokens, shape), compares).total
 
     def begin(self) -> None:
         """Start an optimizer step."""
