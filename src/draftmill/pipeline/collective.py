@@ -150,7 +150,7 @@ class Collective:
                 return
             group, self._group = self._group, None
             if self._aborts:
-                # An end of an NCCL group that is aborted may wait for the other ends, which are closed one after another.
+                # An end of an NCCL group that is aborted may wait for the others, which are closed one after another.
                 self._leaving = threading.Thread(target=_abort, args=(group,), name="leave-group", daemon=True)
                 self._leaving.start()
 
