@@ -81,6 +81,7 @@ def main() -> None:
         from quality_tiny import tiny_target
 
         options.target = str(tiny_target(options.work / "target"))
+    last: dict[str, Any] | None = None
     try:
         if options.worker is not None:
             work(options)
@@ -88,12 +89,11 @@ def main() -> None:
         stages = STAGES if "all" in options.stage else [stage for stage in STAGES if stage in options.stage]
         for stage in stages:
             started = time.perf_counter()
-            LEADS[stage](options)
+            last = LEADS[stage](options)
             print(f"{stage}: {time.perf_counter() - started:.1f} s", flush=True)
     except InputError as problem:
         sys.exit(f"quality: error: {problem}")
-    if "report" not in stages:
-        print(json.dumps({"bench": "quality", "stages": stages, "work": str(options.work)}))
+    print(json.dumps(last or {"bench": "quality", "stages": stages, "work": str(options.work)}))
 
 
 def lead_data(options: argparse.Namespace) -> None:
@@ -142,14 +142,14 @@ def lead_evaluate(options: argparse.Namespace) -> None:
     start_workers(options, "evaluate", max(1, gpus * options.evaluators) if gpus else 1)
 
 
-def lead_report(options: argparse.Namespace) -> None:
-    """Table, plot and the JSON line."""
+def lead_report(options: argparse.Namespace) -> dict[str, Any]:
+    """Table, plot, and the figures for the last line."""
     from quality_report import report
 
-    print(json.dumps(report(settings_of(options), Paths(options.work), options.target, tiny=options.tiny)), flush=True)
+    return report(settings_of(options), Paths(options.work), options.target, tiny=options.tiny)
 
 
-LEADS = {"data": lead_data, "train": lead_train, "evaluate": lead_evaluate, "report": lead_report}
+LEADS: dict[str, Any] = {"data": lead_data, "train": lead_train, "evaluate": lead_evaluate, "report": lead_report}
 
 
 def start_workers(options: argparse.Namespace, stage: str, count: int) -> None:

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from draftmill.evaluate.suites import load_suite
@@ -54,7 +53,9 @@ class Item:
     answer: list[int]
 
 
-def make_part(settings: Settings, paths: Paths, target_name: str, device: str, share: Share, suites: Sequence[str]) -> None:
+def make_part(
+    settings: Settings, paths: Paths, target_name: str, device: str, share: Share, suites: Sequence[str]
+) -> None:
     """One process's chats, and of the first process the evaluation's answers."""
     done = paths.parts / f"part-{share.index}.json"
     if done.exists():
@@ -146,7 +147,14 @@ def _dialogues(
         if exclusion.refuses(text):
             return False
         seen.add(words)
-        found.append(Dialogue(f"{kind}-{share.index}-{len(found)}", "", [{"role": "user", "content": text}, None], extra={"kind": kind}))
+        found.append(
+            Dialogue(
+                f"{kind}-{share.index}-{len(found)}",
+                "",
+                [{"role": "user", "content": text}, None],
+                extra={"kind": kind},
+            )
+        )
         return True
 
     for kind in ("gsm_symbolic", "demo"):

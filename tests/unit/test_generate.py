@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MistralConfig,
+    Qwen3NextConfig,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from answers_doubles import tiny_config, tiny_model, tiny_tokenizer
 from draftmill.errors import InputError
+from draftmill.target import generate_slots
 from draftmill.target.generate import Completion, Sampling, encode, generate_batched, stop_tokens
 from draftmill.target.generate_sampling import choose_tokens, uniforms
+from draftmill.target.generate_slots import unfit
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+class _OnlyConfig:
+    """As much of a model as is looked at before any row is kept."""
+
+    training = False
+    generation_config = None
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def get_input_embeddings(self) -> Any:
+        return torch.nn.Embedding(1, 1)
 
 
 def _prompts(count: int = 14) -> list[list[int]]:
@@ -43,10 +66,11 @@ def _by_index(completions: Any) -> list[Completion]:
     return sorted(completions, key=lambda completion: completion.index)
 
 
+@pytest.mark.parametrize("kept", ["joined", "slots"])
 @pytest.mark.parametrize("batch_size", [1, 3, 5, None])
-def test_greedy_equals_each_prompt_alone(batch_size: int | None) -> None:
+def test_greedy_equals_each_prompt_alone(batch_size: int | None, kept: Any) -> None:
     model, prompts = tiny_model(), _prompts()
-    got = _by_index(generate_batched(model, tiny_tokenizer(), prompts, Sampling(40), batch_size=batch_size))
+    got = _by_index(generate_batched(model, tiny_tokenizer(), prompts, Sampling(40), batch_size=batch_size, kept=kept))
     expected = [_alone(model, prompt, 40) for prompt in prompts]
     assert [(c.token_ids, c.ended) for c in got] == expected
     assert {ended for _, ended in expected} == {True, False}  # rows leave early and late
@@ -69,16 +93,58 @@ def test_the_real_target_writes_what_transformers_writes(smollm2_folder: Path) -
     assert tokenizer.decode(got[0].token_ids) == "2 + 3 = 5"
 
 
-def test_windowed_cache_equals_each_prompt_alone() -> None:
-    """A cache that keeps only a window takes new rows when it is empty; results stay the same."""
+@pytest.mark.parametrize("kept", ["joined", "slots"])
+def test_windowed_cache_equals_each_prompt_alone(kept: Any) -> None:
+    """A cache that keeps only a window takes new rows when it is empty, slots keep all; results stay the same."""
     small = tiny_config().to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     config = MistralConfig(
         **{name: small[name] for name in names}, num_key_value_heads=2, sliding_window=8, eos_token_id=2
     )
     model, prompts = tiny_model(config), _prompts(8)
-    got = _by_index(generate_batched(model, tiny_tokenizer(), prompts, Sampling(20), batch_size=3))
+    got = _by_index(generate_batched(model, tiny_tokenizer(), prompts, Sampling(20), batch_size=3, kept=kept))
     assert [(c.token_ids, c.ended) for c in got] == [_alone(model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.2, 7)])
+def test_slots_write_what_joined_rows_write(temperature: float, top_k: int) -> None:
+    """Prompts of one token, equal prompts, more prompts than slots, answers that end at once or at their limit."""
+    model = tiny_model()
+    prompts = [[5], *_prompts(9), [7, 9], [5]]
+    sampling = Sampling(19, temperature=temperature, top_k=top_k, seed=3)
+    counts: list[int] = []
+
+    def run(kept: Any, batch_size: int) -> list[Completion]:
+        options: dict[str, Any] = {"batch_size": batch_size, "kept": kept, "progress": counts.append}
+        return _by_index(generate_batched(model, tiny_tokenizer(), prompts, sampling, **options))
+
+    expected = run("joined", 4)
+    counts.clear()
+    got = run("slots", 4)
+    assert got == expected
+    assert sum(counts) == sum(len(c.token_ids) + c.ended for c in got)
+    assert run("slots", 64) == expected
+    assert {c.ended for c in got} == {True, False}
+
+
+def test_a_target_that_slots_do_not_fit_is_refused_or_decoded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen3NextConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=2, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    why = unfit(SimpleNamespace(config=config))
+    assert why is not None
+    assert why.startswith("it caches in ")
+    fill = generate_slots._SlotLayer.fill
+    monkeypatch.setattr(
+        generate_slots._SlotLayer, "fill", lambda self, at, keys, values: fill(self, at, 0 * keys, values)
+    )
+    with pytest.raises(RuntimeError, match="logits from slots differ from the model's own"):
+        list(generate_batched(tiny_model(), tiny_tokenizer(), [[5, 6]], Sampling(2), kept="slots"))
+    with pytest.raises(RuntimeError, match="can't be decoded in slots: it caches in "):
+        list(generate_batched(_OnlyConfig(config), tiny_tokenizer(), [[5, 6]], Sampling(2), kept="slots"))
 
 
 def test_sampling_does_not_depend_on_the_batch() -> None:

@@ -57,6 +57,9 @@ class Rows:
         stop: ids that end an answer.
     """
 
+    joins_at = 1 / 4
+    """Share of the places that must be free before new rows join: joining copies the cache."""
+
     def __init__(self, model: Any, sampling: Sampling, stop: frozenset[int]) -> None:
         self._model = model
         self._sampling = sampling
@@ -71,6 +74,7 @@ class Rows:
         self._mask_BS = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
         self._rows: list[Row] = []
         self._num_live = 0
+        self.num_written = 0
 
     def __len__(self) -> int:
         """Rows that are still being written."""
@@ -140,6 +144,7 @@ class Rows:
         for row, token in zip(rows, choose_tokens(logits_BV, self._sampling, numbers_B).tolist(), strict=True):
             if not row.is_finished:  # what a finished row would write while it is still here is nobody's
                 row.written.append(token)
+                self.num_written += 1
                 row.ended = token in self._stop
 
     def _newly_finished(self, rows: list[Row]) -> list[Row]:
