@@ -36,16 +36,18 @@ class Replica:
         return Ours(self, EagerStep(self.state, eager_attention).run, self._eager_update, strict=False)
 
     def compiled(self) -> Ours:
-        """The compiled pieces and the compiled update."""
+        """The compiled trunk, the other pieces, and the update: kernels of our own, or compiled on a CPU."""
         step, update = self._compile(), self._compiled_update()
         return Ours(self, lambda scored, used: CompiledStep.run(step, scored, used), update, strict=True)
 
     def graphed(self) -> Ours:
-        """The compiled pieces and the compiled update, captured and replayed."""
+        """The same, captured and replayed."""
         if self.inputs.device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a CUDA device, got {self.inputs.device}")
         step, update = self._compile(), self._compiled_update()
         step.warm_up()
+        for _ in range(2):
+            update()
         return Ours(self, step.run, record_graph(update).replay, strict=True)
 
     def _compile(self) -> CompiledStep:
@@ -58,15 +60,10 @@ class Replica:
         return self._pieces
 
     def _compiled_update(self) -> Callable[[], None]:
+        if self.inputs.device.type == "cuda":
+            return self._eager_update
         compiled = compile_piece(FlatAdamW.update, f"bench_update_{id(self)}")
-
-        def update() -> None:
-            compiled(self.optimizer, self.state.totals[1])
-
-        self.state.begin()
-        for _ in range(2):
-            update()
-        return update
+        return lambda: compiled(self.optimizer, self.state.totals[1])
 
     def _eager_update(self) -> None:
         self.optimizer.update(self.state.totals[1])

@@ -18,6 +18,7 @@ Source: dflash.md "Loss"; D-PACE weights as in SpecForge 0.2.0 specforge/algorit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +108,11 @@ def target_places(blocks: Blocks, rows_R: torch.Tensor, block_size: int) -> torc
     return (blocks.anchors_A.long()[block] + slot - 1).clamp(0, blocks.tokens_T.shape[0] - 1)
 
 
+RowScores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+ScoreRows = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, LossRule, float | None, bool], RowScores]
+"""`score_rows`, or what stands in for it on a device."""
+
+
 def loss_chunk(
     hidden_RH: torch.Tensor,
     target_RH: torch.Tensor | None,
@@ -116,44 +122,72 @@ def loss_chunk(
     rule: LossRule,
     slots: int,
     with_slope: bool = True,
+    score: ScoreRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One chunk of rows of the loss head, value and gradient together.
 
     hidden_RH [R, H]; target_RH [R, H], the target's last hidden state, normed, where the rule needs it; labels_R [R];
-    weights_R [R]; slots: those that a block scores, K-1. Under D-PACE the rows are whole blocks.
+    weights_R [R]; slots: those that a block scores, K-1. Under D-PACE the rows are whole blocks. score: `score_rows`
+    by default.
     Returns costs [R] float32, final weights [R] float32, whether each row is right [R] bool, and the slope
     d(sum w*cost)/d(hidden) [R, H] (the rows themselves where none is wanted).
     Logits [R, V] live only here.
     """
-    logits = _wide(head.logits(hidden_RH))
+    logits = head.logits(hidden_RH)
     target_logits = None
     if rule.needs_target:
         assert target_RH is not None
-        target_logits = _wide(head.logits(target_RH))
+        target_logits = head.logits(target_RH)
+    cross_entropy, costs, correct, slope = (score or score_rows)(
+        logits, target_logits, labels_R, rule, head.logit_softcap, with_slope
+    )
+    if rule.alpha is not None:
+        supervised = weights_R.view(-1, slots) > 0
+        weights_R = d_pace_weights(cross_entropy.view(-1, slots), supervised, rule.alpha).flatten()
+    if not with_slope:
+        return costs, weights_R, correct, hidden_RH
+    # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
+    slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * (weights_R[:, None] * head.logit_scale)
+    return costs, weights_R, correct, slope_RH.to(hidden_RH.dtype)
+
+
+def score_rows(
+    logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    labels_R: torch.Tensor,
+    rule: LossRule,
+    softcap: float | None,
+    with_slope: bool,
+) -> RowScores:
+    """Cross entropies [R] and costs [R], float32, whether each row is right [R] bool, and d(cost)/d(raw logits) [R, V].
+
+    logits and, where the rule needs them, target_logits [R, V]: both may be overwritten. softcap: what both went
+    through. Without `with_slope` the last result has no meaning.
+    """
+    logits = _wide(logits)
+    if target_logits is not None:
+        target_logits = _wide(target_logits)
         if rule.target_labels:
             labels_R = first_largest(target_logits)
     correct = first_largest(logits) == labels_R
     log_q = torch.log_softmax(logits, dim=-1)
     cross_entropy = -log_q.gather(1, labels_R[:, None])[:, 0].float()
-    if rule.alpha is not None:
-        supervised = weights_R.view(-1, slots) > 0
-        weights_R = d_pace_weights(cross_entropy.view(-1, slots), supervised, rule.alpha).flatten()
     if rule.compares:
         assert target_logits is not None
         costs, slope = _compare(log_q, target_logits, cross_entropy, rule)
     else:
-        costs, slope = rule.cross_entropy * cross_entropy, log_q.exp_()
-        if rule.cross_entropy != 1.0:
-            slope *= rule.cross_entropy
+        costs, slope = rule.cross_entropy * cross_entropy, log_q
+        if with_slope:
+            slope = log_q.exp_()
+            if rule.cross_entropy != 1.0:
+                slope *= rule.cross_entropy
     if not with_slope:
-        return costs, weights_R, correct, hidden_RH
+        return cross_entropy, costs, correct, slope
     if rule.cross_entropy:
         slope = _less_at(slope, labels_R, rule.cross_entropy)
-    if head.logit_softcap is not None:
-        slope = slope * (1.0 - (logits / head.logit_softcap).square())
-    # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
-    slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * (weights_R[:, None] * head.logit_scale)
-    return costs, weights_R, correct, slope_RH.to(hidden_RH.dtype)
+    if softcap is not None:
+        slope = slope * (1.0 - (logits / softcap).square())
+    return cross_entropy, costs, correct, slope
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

@@ -123,25 +123,27 @@ def _difference(state: StepState, gradient: torch.Tensor, totals: torch.Tensor) 
 
 
 def _update_for(step: EagerStep, state: StepState, optimizer: Optimizer) -> Callable[[], None]:
-    """The optimizer's update run as the step is: eager, compiled, or captured."""
-    if isinstance(step, EagerStep) and not isinstance(step, CompiledStep):
-        return lambda: optimizer.update(state.totals[1])
-    compiled = compile_piece(type(optimizer).update, f"{step.name}_update_{id(state)}")
+    """The optimizer's update run as the step is: eager, captured, or, on a CPU, compiled.
+
+    On CUDA it is kernels of our own and products, which a compiler would only split into more passes.
+    """
+    update: Callable[..., None] = type(optimizer).update
+    if isinstance(step, CompiledStep) and state.device.type == "cpu":
+        update = compile_piece(update, f"{step.name}_update_{id(state)}")
 
     def run() -> None:
-        compiled(optimizer, state.totals[1])
+        update(optimizer, state.totals[1])
 
+    if not isinstance(step, CompiledStep):
+        return run
     # On a zero gradient and zero moments the update changes nothing but the count.
     state.begin()
     state.totals[1] = 1.0
     for _ in range(2):
         run()
-    if not isinstance(step, GraphedStep):
-        optimizer.reset()
-        return run
-    graph = record_graph(run)
+    captured = record_graph(run).replay if isinstance(step, GraphedStep) else run
     optimizer.reset()
-    return graph.replay
+    return captured
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The step's pieces compiled: one compilation a piece, for the run's one shape.
+"""The step with its trunk compiled, once, for the run's one shape.
 
 Dynamo is not thread-safe and its limits are per thread since torch 2.12, so compiling happens under one lock in the
 process, every worker compiles code objects of its own, and a recompilation after that is an error that names the guard.
@@ -28,21 +28,25 @@ WARM_UPS = 3
 
 
 class CompiledStep(EagerStep):
-    """The eager pieces, each compiled once. Build and use it in one thread, and warm it up under BUILD_LOCK."""
+    """The eager pieces, the trunk compiled. Build and use it in one thread, and warm it up under BUILD_LOCK.
+
+    Only the trunk has passes that a compiler fuses. The loss head is two products and, on CUDA, a kernel of our own;
+    the rest are small integers.
+    """
 
     name = "compiled"
 
     def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
         on_cuda = state.device.type == "cuda"
         super().__init__(state, attention or (flex_attention_choice if on_cuda else dense_attention_choice))
-        owner = f"{self.name}_{threading.get_native_id()}"
-        self._trunk = compile_piece(EagerStep.trunk, owner)
-        self._rows = compile_piece(EagerStep.rows, owner)
-        self._chunk = compile_piece(EagerStep.chunk, owner)
-        self._count = compile_piece(EagerStep.count, owner)
+        if on_cuda:
+            from draftmill.drafter.loss_kernel import score_rows
+
+            self.score_rows = score_rows
+        self._trunk = compile_piece(EagerStep.trunk, f"{self.name}_{threading.get_native_id()}")
 
     def warm_up(self) -> None:
-        """Compile every piece on the buffers as they are. Leaves gradients and sums of no meaning."""
+        """Compile the trunk, on the buffers as they are. Leaves gradients and sums of no meaning."""
         full = self.state.shape.anchor_slots
         scored = full * (self.state.drafter_shape.block_size - 1)
         for _ in range(WARM_UPS):
@@ -51,26 +55,12 @@ class CompiledStep(EagerStep):
             torch.cuda.current_stream().synchronize()
 
     def evaluate(self, num_scored: int, num_blocks: int) -> None:
-        """Forward only, by the pieces that training compiled; the slope is made with them and not used."""
+        """Forward only, by the trunk that training compiled."""
         with torch.enable_grad():
             hidden = self.trunk().detach()
         with torch.no_grad():
-            self.score(hidden, num_scored, num_blocks, with_slope=True)
+            self.score(hidden, num_scored, num_blocks, with_slope=False)
 
     def trunk(self) -> torch.Tensor:
         """Static inputs -> hidden states [A*K, H]."""
         return self._trunk(self)
-
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, labels and weights of the loss head."""
-        return self._rows(self)
-
-    def chunk(
-        self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
-    ) -> None:
-        """One chunk of the loss head."""
-        self._chunk(self, hidden_QH, rows, labels, weights, with_slope)
-
-    def count(self) -> None:
-        """Add the batch's right and supervised slots to the counts."""
-        self._count(self)

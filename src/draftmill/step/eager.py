@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
-from draftmill.drafter.loss import block_tokens, loss_chunk, scored_rows, target_places
+from draftmill.drafter.loss import ScoreRows, block_tokens, loss_chunk, score_rows, scored_rows, target_places
 from draftmill.drafter.mask import TileLists
 from draftmill.records import Blocks
 from draftmill.step.state import StepState
@@ -35,6 +35,7 @@ class EagerStep:
     def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
         """attention: how the layers attend; by default document by document on a CPU, dense on CUDA."""
         self.state = state
+        self.score_rows: ScoreRows = score_rows
         size = state.drafter_shape
         slots = size.block_size - 1
         # Under D-PACE a chunk holds whole blocks.
@@ -103,7 +104,15 @@ class EagerStep:
         if state.rule.needs_target:
             target_RH = state.last_TH[target_places(state.blocks, rows, block_size)]
         costs, weights, correct, slope_RH = loss_chunk(
-            hidden_QH[rows], target_RH, state.head, labels, weights, state.rule, block_size - 1, with_slope
+            hidden_QH[rows],
+            target_RH,
+            state.head,
+            labels,
+            weights,
+            state.rule,
+            block_size - 1,
+            with_slope,
+            self.score_rows,
         )
         state.totals += torch.stack([(weights * costs).sum(), weights.sum()])
         state.correct_AK.view(-1)[rows] = correct
