@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from draftmill.drafter.shape import default_layer_ids
 from draftmill.target.features import TapsReplica
 from draftmill.target.load import load_target
+from draftmill.target.model import OUTPUT
+from draftmill.target.output_check import check_output
 from packed_rows import bucketed_batch, packed_batch, real_tokens
 
 torch.set_num_threads(1)
@@ -37,6 +39,20 @@ def test_features_and_logits_are_the_models_own(smollm2_folder: Path) -> None:
         target.forward_layers(batch.tokens_BS)
         logits = target.head().logits(target.decoder.norm(taps.outputs[target.num_layers - 1]))
     torch.testing.assert_close(logits, out.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_hidden_state_of_packed_rows_gives_the_models_own_logits(smollm2_folder: Path) -> None:
+    """Case B7 as a loss against the target's predictions has it: normed once, trained weights."""
+    whole = load_target(str(smollm2_folder), dtype="float32", with_tokenizer=False)
+    head = whole.head()
+    check_output(whole, head)
+    held = documents()
+    with torch.no_grad():
+        expected = torch.cat([whole.model(each[None], use_cache=False).logits[0] for each in held])
+    whole.cut_after(whole.num_layers - 1)
+    batch = packed_batch([held], 64)
+    last = real_tokens(TapsReplica(whole, (1, OUTPUT), packed=True).forward(batch)[1:], batch)
+    torch.testing.assert_close(head.logits(last), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
