@@ -284,6 +284,9 @@ class PipelineConfig(_Section):
     """Feature batches that may lie between targets and one drafter."""
     stall_s: float = Field(600.0, gt=0.0)
     """Seconds without progress of a worker after which the run ends as stalled."""
+    costs: str | None = None
+    """File of costs that `draftmill plan --json` printed, from which devices that are auto are chosen; null measures
+    them when the run starts."""
 
 
 class MonitorConfig(_Section):

@@ -29,10 +29,12 @@ class Placement:
 
 def place(targets: Devices, drafters: Devices) -> Placement:
     """Resolve both lists. Raises InputError for a device that is not here, and for a mixture of CPU and CUDA."""
-    if targets == "auto" or drafters == "auto":
-        target_names, drafter_names = _choose(torch.cuda.device_count())
-        targets = target_names if targets == "auto" else targets
-        drafters = drafter_names if drafters == "auto" else drafters
+    if targets == "auto" and drafters == "auto":
+        targets, drafters = _choose(torch.cuda.device_count())
+    elif targets == "auto":
+        targets = _others(drafters)
+    elif drafters == "auto":
+        drafters = _others(targets)
     groups = tuple(
         tuple(_device(name, "target.devices") for name in (group if isinstance(group, list) else [group]))
         for group in targets
@@ -52,8 +54,20 @@ def place(targets: Devices, drafters: Devices) -> Placement:
     return Placement(groups, singles)
 
 
+def _others(given: Devices) -> Devices:
+    """The GPUs that are not in the list, or those in it where none is left; the CPU beside the CPU."""
+    names = [name for device in given for name in (device if isinstance(device, list) else [device])]
+    if "cpu" in names:
+        return ["cpu"]
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return [gpu for gpu in gpus if gpu not in names] or list(dict.fromkeys(names))
+
+
 def _choose(num_gpus: int) -> tuple[Devices, Devices]:
-    """Five targets to three drafters, as near as the GPUs allow; both on the only device where there is one."""
+    """Five targets to three drafters, as near as the GPUs allow; both on the only device where there is one.
+
+    Where nothing was measured: training with several GPUs takes what `draftmill plan` finds best.
+    """
     if num_gpus == 0:
         return ["cpu"], ["cpu"]
     if num_gpus == 1:

@@ -118,9 +118,7 @@ class TargetSource:
             )
         if len(devices) == 1:
             return Target(self._load(config, devices, dtype="auto", device_map={"": devices[0]}))
-        with torch.device("meta"):
-            empty = Target(_explained(self.model, lambda: _auto_class(config).from_config(config)))
-        parts = parts_of(empty, devices)
+        parts = parts_of(empty_target(self.model, config, self.trust_remote_code), devices)
         loaded = self._load(config, devices, dtype="auto", device_map=parts)
         from accelerate.hooks import remove_hook_from_module
 
@@ -166,6 +164,16 @@ def is_quantized(config: Any) -> bool:
     """Whether a checkpoint of this configuration holds quantized weights."""
     texts = (config, config.get_text_config())
     return any(getattr(each, "quantization_config", None) for each in texts)
+
+
+def empty_target(model: str, config: Any, trust_remote_code: bool = False) -> Target:
+    """The target of this configuration without any weights: its parts and their sizes. Raises InputError."""
+
+    def build() -> Any:
+        return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+    with torch.device("meta"):
+        return Target(_explained(model, build))
 
 
 def _auto_class(config: Any) -> Any:

@@ -25,9 +25,11 @@ from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import WorkItem
 from draftmill.step.choose import build_step
 from draftmill.step.state import StepState
+from draftmill.target.features import TapsReplica
 from draftmill.train.loading import Loaded, first_drafter
 from draftmill.train.muon import FlatMuon
-from draftmill.train.optimizer import FlatAdamW, FlatOptimizer
+from draftmill.train.optimizer import FlatAdamW
+from draftmill.train.planning_worst import StepDoesNotFit, built_and_run, run_worst
 from draftmill.train.replica import Replica
 from draftmill.train.schedule import learning_rate
 from draftmill.train.setup import Setup
@@ -35,7 +37,7 @@ from draftmill.train.setup import Setup
 LOOKAHEAD = 2
 """Tickets under way: one being worked on, one waiting, so that no drafter waits for the main thread."""
 
-_OPTIMIZERS: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "muon": FlatMuon}
+_OPTIMIZERS: dict[str, type[FlatAdamW] | type[FlatMuon]] = {"adamw": FlatAdamW, "muon": FlatMuon}
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,7 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
         return heartbeats[-1]
 
     channels = {
-        setup.first_drafter + index: Channel(
-            num_slots(setup), setup.step_shape.context_slots, setup.carried_size, device, setup.dtype
-        )
-        for index, device in enumerate(setup.placement.drafters)
+        setup.first_drafter + index: _channel(setup, device) for index, device in enumerate(setup.placement.drafters)
     }
     for channel in channels.values():
         supervisor.on_close(channel.close)
@@ -141,6 +140,13 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
         abandon,
     )
     return Team(supervisor, targets, drafters, watch, lookahead=LOOKAHEAD)
+
+
+def _channel(setup: Setup, device: torch.device) -> Channel:
+    try:
+        return Channel(num_slots(setup), setup.step_shape.context_slots, setup.carried_size, device, setup.dtype)
+    except torch.OutOfMemoryError as error:
+        raise StepDoesNotFit(setup, device) from error
 
 
 Beats = Callable[[str, torch.device], Heartbeat]
@@ -158,13 +164,17 @@ def _target_workers(
             group[-1],  # where a group gathers its features
             supervisor,
             beats(name, group[-1]),
-            lambda target=target: target,  # type: ignore[misc]
+            partial(run_worst, setup, target) if group[-1].type == "cuda" else partial(_as_it_is, target),
             loader,
             route,
             cache,
         )
         for index, (group, target) in enumerate(zip(setup.placement.targets, parts.loaded.targets, strict=True))
     ]
+
+
+def _as_it_is(target: TapsReplica) -> TapsReplica:
+    return target
 
 
 def _drafter_workers(
@@ -174,7 +184,7 @@ def _drafter_workers(
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
 
     def build(number: int, device: torch.device) -> Replica:
-        replica = build_replica(setup, parts.loaded, device, parts.run.log)
+        replica = built_and_run(setup, device, lambda: build_replica(setup, parts.loaded, device, parts.run.log))
         parts.prepare(replica, number)
         return replica
 

@@ -13,7 +13,7 @@ from draftmill.errors import InputError
 from draftmill.pipeline.collective import Hosts
 from draftmill.train.planning_batches import batch_sizes
 from draftmill.train.planning_costs import Costs, measure, read_costs
-from draftmill.train.planning_splits import Pace, Split, pace_of, splits
+from draftmill.train.planning_splits import NOTHING_FITS, Pace, Split, pace_of, splits
 from draftmill.train.setup import Setup, set_up
 
 GIB = 2**30
@@ -113,10 +113,7 @@ def _table(found: list[Split]) -> Table:
 def _advice(costs: Costs, found: list[Split]) -> list[str]:
     best = found[0]
     if not best.fits:
-        return [
-            "nothing fits: lower data.token_budget, data.min_rows, data.max_length or train.num_anchors, or spread the "
-            "target over several devices"
-        ]
+        return [f"nothing fits: {NOTHING_FITS}"]
     if costs.device_bytes is None:
         return ["best     all CPU workers share the cores: target and drafter take turns, however many there are"]
     targets, drafters = best.devices()

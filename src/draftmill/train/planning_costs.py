@@ -30,6 +30,7 @@ from draftmill.target.load import TargetSource
 from draftmill.train.assemble import build_replica, num_slots
 from draftmill.train.loading import Loaded
 from draftmill.train.planning_batches import batch_sizes
+from draftmill.train.planning_worst import StepDoesNotFit
 from draftmill.train.replica import Replica
 from draftmill.train.setup import Setup
 
@@ -241,11 +242,7 @@ def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatc
     try:
         replica, slots = _build_drafter(setup, head, device)
     except torch.OutOfMemoryError:
-        shape = setup.step_shape
-        raise InputError(
-            f"a drafter step of {shape.context_slots} context slots and {shape.anchor_slots} anchors does not fit on "
-            f"{device}; lower data.token_budget or train.num_anchors, or set drafter.checkpoint_activations"
-        ) from None
+        raise InputError(str(StepDoesNotFit(setup, device))) from None
 
     def step(batch: HostBatch) -> None:
         slots[0].batch = batch

@@ -15,6 +15,11 @@ from draftmill.errors import InputError
 from draftmill.train.planning_batches import BatchSizes
 from draftmill.train.planning_costs import Costs
 
+NOTHING_FITS = (
+    "lower data.token_budget, data.min_rows, data.max_length or train.num_anchors, or spread the target over several "
+    "devices"
+)
+"""What to do then."""
 KEPT_FREE = 0.05
 """Share of a device's memory that a plan leaves to the driver, the libraries and the allocator's gaps."""
 

@@ -26,6 +26,8 @@ from draftmill.train.assemble import LOOKAHEAD, Parts, running_team
 from draftmill.train.loading import load_targets
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
+from draftmill.train.planning_devices import devices_as_before, with_best_split
+from draftmill.train.planning_memory import check_memory, held_by_others
 from draftmill.train.replica import Replica
 from draftmill.train.report import NotFinite, Reporter
 from draftmill.train.saving import Saver
@@ -55,7 +57,8 @@ def train(
         raise InputError(f"{hosts.count} hosts need one run directory that all of them see; set run.dir")
     config = with_directory(config)
     run_dir = Path(str(config.run.dir))
-    setup = set_up(config, hosts)
+    setup = set_up(devices_as_before(config, run_dir), hosts)
+    check_memory(setup, held_by_others(_gpu_uuids(setup)))
     store = hosts_store(hosts)
     meeting = Meeting(hosts, store, lookahead=LOOKAHEAD)
     meeting.compare(facts_to_share(setup))
@@ -116,10 +119,13 @@ def _train(
     meeting: Meeting,
     observe: Callable[[dict[str, Any]], None],
 ) -> Phase:
+    setup = with_best_split(setup, run, meeting, environment)
     run.phase(Phase.LOADING_DATA)
     for line in (*setup.plan.describe(), *setup.notes, *start.notes):
         run.log.info(line)
     run.use_gpus(_gpu_uuids(setup), own_bytes=torch.cuda.memory_reserved)
+    for held in held_by_others(_gpu_uuids(setup)):
+        run.log.warning(held.line())
     run.phase(Phase.LOADING_TARGETS)
     loaded = load_targets(setup, run)
     if any(wish != "no" for wish in meeting.exchange("loading targets", run.stop_requested(), run.log.info)):
