@@ -39,7 +39,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a compact data file made before, in place of --stage data")
     parser.add_argument("--recipes", nargs="+", help="names in quality_recipes.py, or all; default: the main ones")
     parser.add_argument("--gpus", type=int, help="GPUs to use; default: all there are")
-    parser.add_argument("--evaluators", type=int, default=3, help="processes a GPU that decode side by side")
+    parser.add_argument("--decode-prompts", type=int, help="prompts a suite that are really decoded; default: all")
+    parser.add_argument("--decode", nargs="+", choices=("final", "half"), default=["final"], help="which weights")
+    parser.add_argument("--evaluators", type=int, default=2, help="processes a GPU that decode side by side")
     for name in ("chats", "prompts", "max-new-tokens", "points", "answer-tokens"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--seconds", type=float, help="GPU seconds of a run")
@@ -211,7 +213,8 @@ def work_evaluate(
 ) -> None:
     from quality_evaluate import evaluate_all
 
-    evaluate_all(settings, paths, options.target, device, (index, count))
+    prompts = options.decode_prompts or settings.prompts
+    evaluate_all(settings, paths, options.target, device, (index, count), prompts, options.decode)
 
 
 WORKERS: dict[str, Any] = {"data": work_data, "train": work_train, "evaluate": work_evaluate}

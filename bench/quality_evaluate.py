@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +24,51 @@ from quality_data import Item
 from quality_file import chosen_items, read_file
 from quality_settings import Paths, Settings
 from quality_train import append_line, read_lines
-from quality_walk import tau_of
+from quality_walk import Walker, tau_of
 
 
-def evaluate_all(settings: Settings, paths: Paths, target_name: str, device: str, place: tuple[int, int]) -> None:
-    """Decode with this process's part of the weights that have no line yet: the final ones first, then half-time's."""
+def evaluate_all(
+    settings: Settings,
+    paths: Paths,
+    target_name: str,
+    device: str,
+    place: tuple[int, int],
+    prompts: int,
+    which: Sequence[str],
+) -> None:
+    """Decode `prompts` prompts a suite with this process's part of the weights that have no line yet.
+
+    which: "final", "half". Final weights come first and one seed before the next, so that what is there when the time
+    is over is a fair selection.
+    """
     done = {(line["run"], line["weights"]) for line in read_lines(paths.evaluations_file)}
-    # final weights first, seeds before recipes: what is there when the time is over is a fair selection
-    folders = [folder for name in ("final", "half") for folder in sorted(paths.runs.glob(f"*/{name}"), key=_by_seed)]
+    folders = [folder for name in which for folder in sorted(paths.runs.glob(f"*/{name}"), key=_by_seed)]
     mine = folders[place[0] :: place[1]]
     waiting = [folder for folder in mine if (folder.parent.name, folder.name) not in done]
     if not waiting:
         return
-    items = chosen_items(read_file(paths.data_file).items, settings.prompts, settings.max_new_tokens)
+    items = chosen_items(read_file(paths.data_file).items, prompts, settings.max_new_tokens)
     target = load_target(target_name, device=device, dtype="float32" if device == "cpu" else "bfloat16")
-    decoders: dict[str, Decoder] = {}
+    decoders: dict[str, tuple[Decoder, Walker]] = {}
     for folder in waiting:
         started = time.perf_counter()
         source = read_published(str(folder))
         key = json.dumps(source.shape.to_dict())
         if key in decoders:
-            _overwrite(decoders[key], source)
+            _overwrite(decoders[key][0], source)
         else:
-            decoders[key] = Decoder(target, build_drafter(source.shape, source.tensors, target))
-        found = decode(decoders[key], target, items, settings.max_new_tokens)
+            drafter = build_drafter(source.shape, source.tensors, target)
+            decoders[key] = Decoder(target, drafter), Walker(target, source.shape, items)
+        decoder, walker = decoders[key]
+        found = decode(decoder, target, items, settings.max_new_tokens)
+        assert decoder.drafter is not None
         line = {
             "run": folder.parent.name,
             "weights": folder.name,
             **found,
-            "why_eager": decoders[key].why_eager,
+            "walked_tau": walker.tau(decoder.drafter),
+            "prompts": prompts,
+            "why_eager": decoder.why_eager,
             "seconds": round(time.perf_counter() - started, 1),
         }
         append_line(paths.evaluations_file, line)

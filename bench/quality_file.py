@@ -7,6 +7,7 @@ a JSON text that says how it was all made. Arrays alone, no pickle.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def store_from_chats(settings: Settings, paths: Paths, target: str, rows: Sequen
     """The store of chats, by `prepare`."""
     chats = paths.parts / "chats.jsonl"
     chats.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    prepare(target, [str(chats)], paths.store, max_length=settings.max_length)
+    _prepare(settings, paths, target, chats, len(rows))
     return Store.open(paths.store)
 
 
@@ -97,8 +98,17 @@ def store_from_file(settings: Settings, paths: Paths, target: str, data: Data) -
         }
     )
     pq.write_table(table, paths.parts / "samples.parquet")
-    prepare(target, [str(paths.parts / "samples.parquet")], paths.store, max_length=settings.max_length)
+    _prepare(settings, paths, target, paths.parts / "samples.parquet", len(data.samples))
     return Store.open(paths.store)
+
+
+def _prepare(settings: Settings, paths: Paths, target: str, chats: Path, num_chats: int) -> None:
+    """`draftmill prepare`, on several cores where there is enough to do."""
+    processes = min(8, os.cpu_count() or 1) if num_chats >= _MANY_CHATS else 1
+    prepare(target, [str(chats)], paths.store, max_length=settings.max_length, num_processes=processes)
+
+
+_MANY_CHATS = 2000
 
 
 def chosen_items(items: Sequence[Item], prompts: int, max_new_tokens: int) -> list[Item]:

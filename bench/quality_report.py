@@ -44,7 +44,7 @@ def report(settings: Settings, paths: Paths, target: str, *, tiny: bool) -> dict
         "recipes": recipes,
         "unavailable": {line["recipe"]: line["unavailable"] for line in lines if "unavailable" in line},
         "claims": _claims(recipes),
-        "walk_against_decoding": _agreement(runs, really),
+        "walk_against_decoding": _agreement(really.values()),
     }
     (paths.work / "report.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (paths.work / "report.md").write_text(_markdown(result), encoding="utf-8")
@@ -148,17 +148,24 @@ def _claims(recipes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _agreement(runs: list[dict[str, Any]], really: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """How far tau walked through plain answers is from tau of real decoding, over runs and suites."""
+def _agreement(really: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """How far tau walked through plain answers is from tau of real decoding of the same prompts with the same weights,
+    over weights and suites; and how many really decoded answers are the plain ones."""
+    lines = list(really)
     apart = [
-        (found["tau"][suite]["mean"] - walked["mean"]) / walked["mean"]
-        for run in runs
-        if (found := really.get((f"{run['recipe']}-{run['seed']}", "final"))) is not None
-        for suite, walked in run["points"][-1]["tau"].items()
+        (line["tau"][suite]["mean"] - walked["mean"]) / walked["mean"]
+        for line in lines
+        for suite, walked in line["walked_tau"].items()
     ]
     if not apart:
         return {}
-    return {"pairs": len(apart), "mean_relative_difference": statistics.fmean(apart), "largest": max(map(abs, apart))}
+    return {
+        "pairs": len(apart),
+        "mean_relative_difference": statistics.fmean(apart),
+        "largest": max(map(abs, apart)),
+        "answers": sum(line["answers"] for line in lines),
+        "identical": sum(line["identical"] for line in lines),
+    }
 
 
 def _markdown(result: dict[str, Any]) -> str:

@@ -35,7 +35,6 @@ from draftmill.pipeline.collective import Hosts
 from draftmill.target.load import load_target
 from draftmill.train.setup import set_up
 from quality_clock import Course, Kept
-from quality_data import Item
 from quality_file import chosen_items, read_file
 from quality_ours import Trainer
 from quality_recipes import Recipe, chosen, config_for
@@ -172,7 +171,7 @@ class _Runs:
         walker = self._walker(shape)
         points = []
         for kept in course.kept:
-            drafter = build_drafter(shape, kept.tensors, walker.target)
+            drafter = build_drafter(shape, _as_saved(kept.tensors), walker.target)
             tau = walker.tau(drafter)
             points.append({"share": kept.share, "seconds": kept.seconds, "step": kept.step, "tau": tau})
         halves = [kept for kept in course.kept if abs(kept.share - 0.5) < 1e-6]
@@ -210,16 +209,12 @@ class _Runs:
     def _walker(self, shape: DrafterShape) -> Walker:
         key = json.dumps([list(shape.target_layer_ids), shape.block_size])
         if key not in self.walkers:
-            self.walkers[key] = _walker_for(self.target, self.device, shape, self.items)
+            dtype = "float32" if self.device == "cpu" else "bfloat16"
+            self.walkers[key] = Walker(load_target(self.target, device=self.device, dtype=dtype), shape, self.items)
         return self.walkers[key]
 
     def _append(self, result: dict[str, Any]) -> None:
         append_line(self.paths.runs_file, result)
-
-
-def _walker_for(name: str, device: str, shape: DrafterShape, items: Sequence[Item]) -> Walker:
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    return Walker(load_target(name, device=device, dtype=dtype), shape, items)
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -251,6 +246,11 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _as_saved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as they are once they were written and read again."""
+    return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
 
 
 def _write_weights(folder: Path, shape: DrafterShape, kept: Kept) -> None:
