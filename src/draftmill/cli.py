@@ -81,11 +81,14 @@ def export(
     target: Annotated[str | None, typer.Option(help="The target, where the source does not name it.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare with every installed reader first.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="ema or raw; by default the moving average, where the run kept one.")
+    ] = None,
 ) -> None:
     """Write a drafter in a layout that serving engines read."""
     from draftmill.checkpoint.export import export as write
 
-    exported = write(source, layout, output, dtype=dtype, target=target, check=check, force=force)
+    exported = write(source, layout, output, dtype=dtype, target=target, check=check, force=force, which=weights)
     for line in exported.lines:
         typer.echo(line)
     typer.echo(f"{exported.num_parameters:,} parameters in {dtype} written to {exported.folder}")

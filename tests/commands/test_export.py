@@ -53,7 +53,8 @@ def write_checkpoint(run: Path, step: int, **changes) -> Path:
         "accept_by_slot": [0.9, 0.75, 0.5],
     }
     named.update(changes.pop("tensors", {}))
-    return save(run, step, named, {}, {**state, **changes})
+    average = {name: 0.5 * tensor for name, tensor in named.items()} if changes.pop("average", False) else None
+    return save(run, step, named, {}, {**state, **changes}, average)
 
 
 @pytest.fixture
@@ -79,6 +80,37 @@ def refused(capsys, *arguments) -> str:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_of_a_run_with_a_moving_average_either_weights_are_exported(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "run", 10, average=True)
+    trained = load_file(folder / "drafter.safetensors")
+    measured = "acceptance length 2.100 tokens a block"
+    for typed_choice, factor, said in (
+        ((), 0.5, "weights: the moving average\n"),
+        (("--weights", "ema"), 0.5, "weights: the moving average\n"),
+        (("--weights", "raw"), 1.0, "weights: those of the last step, not the moving average\n"),
+    ):
+        output = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
+        assert typed(folder, "--layout", "zlab", "--output", output, "--dtype", "float32", *typed_choice) == 0
+        assert said in capsys.readouterr().out
+        stored = load_file(output / "model.safetensors")
+        assert all(torch.equal(stored[name], factor * tensor) for name, tensor in trained.items())
+        card = (output / "README.md").read_text()
+        assert said.replace("weights: ", "| weights | ").strip() in card
+        # What was measured was measured with the average.
+        assert (measured in card) == (factor == 0.5)
+    assert "is no checkpoint and has one set of weights" in refused(
+        capsys, output, "--layout", "zlab", "--output", tmp_path / "again", "--weights", "raw"
+    )
+    without = write_checkpoint(tmp_path / "other", 10)
+    assert "has no moving average: it was trained without train.ema_decay" in refused(
+        capsys, without, "--layout", "zlab", "--output", tmp_path / "again", "--weights", "ema"
+    )
+    assert "unknown weights 'best'" in refused(
+        capsys, without, "--layout", "zlab", "--output", tmp_path / "again", "--weights", "best"
+    )
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_run_s_best_checkpoint_is_exported_with_its_card(run_dir, tmp_path, capsys):

@@ -73,13 +73,16 @@ def end_of(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, t
     entry = latest(folder)
     assert entry is not None
     checkpoint = load(entry.folder)
-    return checkpoint.tensors(), checkpoint.optimizer(), checkpoint.state
+    average = checkpoint.average()
+    moments = {**checkpoint.optimizer(), **({"average": average} if average is not None else {})}
+    return checkpoint.tensors(), moments, checkpoint.state
 
 
 def assert_equal_ends(ours: Path, expected: Path) -> None:
-    """Weights, moments and state, bit for bit."""
+    """Weights, moments, moving average and state, bit for bit."""
     weights, moments, state = end_of(ours)
     their_weights, their_moments, their_state = end_of(expected)
+    assert moments.keys() == their_moments.keys()
     assert state["step"] == their_state["step"]
     assert state["finished"]
     assert state["accept_length"] == their_state["accept_length"]
@@ -101,6 +104,17 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "d_pace": (3, ("train.loss=d_pace", "train.schedule=warmup-stable-decay")),
     "kl": (3, ("train.loss={kl: 0.9, cross_entropy: 0.1}", "train.labels=target")),
     "muon": (3, ("train.optimizer=muon", "train.muon_lr=0.02", "train.weight_decay=0.1")),
+    "moving average": (3, ("train.ema_decay=0.8",)),
+    "muon, moving average, accumulation in bfloat16": (
+        3,
+        (
+            "train.optimizer=muon",
+            "train.ema_decay=0.9",
+            "train.accumulate=3",
+            "train.epochs=4",
+            "drafter.dtype=bfloat16",
+        ),
+    ),
 }
 
 
@@ -193,6 +207,8 @@ def test_what_may_not_change_is_named_and_nothing_is_touched(world: dict[str, An
         ("train.lr=1e-3", "train.lr was 0.01, is 0.001"),
         ("drafter.block_size=5", "the drafter's block_size was 4, is 5"),
         ("drafter.target_layer_ids=[1, 2]", "the drafter's target_layer_ids was [1, 3], is [1, 2]"),
+        ("train.optimizer=muon", "train.optimizer was adamw, is muon"),
+        ("train.ema_decay=0.9", "train.ema_decay was None, is 0.9"),
         ("train.accumulate=2", "drafters x train.accumulate was 1, is 2"),
         ("data.heldout=3", "data.heldout was 4, is 3"),
     ):

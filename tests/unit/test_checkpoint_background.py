@@ -48,18 +48,20 @@ def saver_for(run: Path, **options) -> BackgroundSaver:
 
 
 def test_the_values_of_the_call_are_written_though_they_change_at_once(tmp_path, gate):
-    named, moments = weights(1.0), {"exp_avg": weights(2.0)}
+    named, moments, average = weights(1.0), {"exp_avg": weights(2.0)}, weights(3.0)
     state = {"accept_length": 1.0, "nested": [1]}
     with saver_for(tmp_path) as saver:
-        saver.save(10, named, moments, state)
+        saver.save(10, named, moments, state, average)
         assert gate.entered.acquire(timeout=20)
-        for tensor in (*named.values(), *moments["exp_avg"].values()):
+        for tensor in (*named.values(), *moments["exp_avg"].values(), *average.values()):
             tensor.fill_(-1.0)
         state["nested"].append(2)
         gate.open.set()
     checkpoint = store.load(tmp_path / "checkpoints" / "step-10")
     assert torch.equal(checkpoint.tensors()["fc.weight"], torch.full((4, 8), 1.0))
     assert torch.equal(checkpoint.optimizer()["exp_avg"]["norm.weight"], torch.full((4,), 2.0))
+    assert list(checkpoint.optimizer()) == ["exp_avg"]
+    assert torch.equal(checkpoint.average()["fc.weight"], torch.full((4, 8), 3.0))
     assert checkpoint.state["nested"] == [1]
 
 

@@ -46,6 +46,27 @@ def assert_is(checkpoint: store.Checkpoint, step: int) -> None:
         assert torch.equal(checkpoint.optimizer()["exp_avg_sq"][name], tensor.square())
 
 
+def test_a_moving_average_has_its_own_verified_file(tmp_path):
+    without = store.load(save(tmp_path, 1))
+    assert without.average() is None
+    assert not (without.folder / "ema.safetensors").exists()
+    average = {name: 2.0 * tensor for name, tensor in tensors_of(2).items()}
+    folder = store.save(tmp_path, 2, tensors_of(2), {}, {}, average)
+    for optimizer in (True, False):
+        loaded = store.load(folder, optimizer=optimizer)
+        assert torch.equal(loaded.tensors()["norm.weight"], torch.full((8,), 2.0))
+        assert torch.equal(loaded.average()["norm.weight"], torch.full((8,), 4.0))
+    content = bytearray((folder / "ema.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "ema.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=r"ema\.safetensors is damaged: its content does not match"):
+        store.load(folder, optimizer=False)
+    (folder / "ema.safetensors").unlink()
+    with pytest.raises(InputError, match=r"ema\.safetensors is missing"):
+        store.load(folder)
+    assert "ema.safetensors is missing" in (store.latest(tmp_path).problem or "")
+
+
 def names_in(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 

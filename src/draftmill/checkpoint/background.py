@@ -22,6 +22,9 @@ import torch
 from draftmill.checkpoint import store
 from draftmill.checkpoint.store import Tensors
 
+_TENSORS, _AVERAGE = "", "ema"
+"""The groups of buffers that are not the optimizer's."""
+
 
 @dataclass(frozen=True)
 class HeldUp:
@@ -44,9 +47,10 @@ class Saved:
 class BackgroundSaver:
     """Writes a run's checkpoints in a thread of its own, for one calling thread. Close it; closing twice is harmless.
 
-    Host buffers take as much memory as the tensors given (12 bytes a parameter for fp32 masters and AdamW), pinned
-    where the tensors are on CUDA. They are made by `prepare`, or by the first save. Pinning memory breaks a CUDA
-    graph capture in another thread, so call `prepare` before anything is captured.
+    Host buffers take as much memory as the tensors given (12 bytes a parameter for fp32 masters and AdamW, 8 with
+    Muon, 4 more with a moving average), pinned where the tensors are on CUDA. They are made by `prepare`, or by the
+    first save. Pinning memory breaks a CUDA graph capture in another thread, so call `prepare` before anything is
+    captured.
     """
 
     def __init__(
@@ -67,17 +71,27 @@ class BackgroundSaver:
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
-    def prepare(self, tensors: Tensors, optimizer: dict[str, Tensors]) -> None:
+    def prepare(self, tensors: Tensors, optimizer: dict[str, Tensors], average: Tensors | None = None) -> None:
         """Make the host buffers for tensors of these names, shapes and dtypes. Nothing is copied or written."""
+        self._allocate(_grouped(tensors, optimizer, average))
+
+    def _allocate(self, grouped: dict[str, Tensors]) -> None:
         self._buffers = {
             group: {
                 name: torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
                 for name, source in named.items()
             }
-            for group, named in self._grouped(tensors, optimizer).items()
+            for group, named in grouped.items()
         }
 
-    def save(self, step: int, tensors: Tensors, optimizer: dict[str, Tensors], state: dict[str, Any]) -> HeldUp:
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        optimizer: dict[str, Tensors],
+        state: dict[str, Any],
+        average: Tensors | None = None,
+    ) -> HeldUp:
         """Copy everything to the host and let the thread write `checkpoints/step-N/`; see `store.save`.
 
         Returns when the copy is done, so the tensors may change at once, on any stream. The copies run on the current
@@ -90,7 +104,7 @@ class BackgroundSaver:
         if self._closed:
             raise RuntimeError(f"checkpoint of step {step}: the saver is closed")
         copy_start_s = time.perf_counter()
-        self._copy(tensors, optimizer)
+        self._copy(_grouped(tensors, optimizer, average))
         done_s = time.perf_counter()
         with self._changed:
             self._job = (step, state)
@@ -120,15 +134,10 @@ class BackgroundSaver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @staticmethod
-    def _grouped(tensors: Tensors, optimizer: dict[str, Tensors]) -> dict[str, Tensors]:
-        return {"": tensors, **optimizer}
-
-    def _copy(self, tensors: Tensors, optimizer: dict[str, Tensors]) -> None:
+    def _copy(self, grouped: dict[str, Tensors]) -> None:
         if not self._buffers:
-            self.prepare(tensors, optimizer)
+            self._allocate(grouped)
         devices = set()
-        grouped = self._grouped(tensors, optimizer)
         if {group: set(named) for group, named in grouped.items()} != {g: set(n) for g, n in self._buffers.items()}:
             raise RuntimeError("a save must have the tensors that the buffers were prepared for, got other names")
         for group, named in grouped.items():
@@ -164,9 +173,15 @@ class BackgroundSaver:
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
         start_s = time.perf_counter()
-        optimizer = {group: named for group, named in self._buffers.items() if group}
-        folder = store.save(self._run_dir, step, self._buffers[""], optimizer, state)
+        optimizer = dict(self._buffers)
+        tensors, average = optimizer.pop(_TENSORS), optimizer.pop(_AVERAGE, None)
+        folder = store.save(self._run_dir, step, tensors, optimizer, state, average)
         write_s = time.perf_counter() - start_s
         removed = store.prune(self._run_dir, *self._keep)
         if self._on_saved is not None:
             self._on_saved(Saved(folder, step, write_s, removed))
+
+
+def _grouped(tensors: Tensors, optimizer: dict[str, Tensors], average: Tensors | None) -> dict[str, Tensors]:
+    grouped = {_TENSORS: tensors, **optimizer}
+    return grouped if average is None else {**grouped, _AVERAGE: average}

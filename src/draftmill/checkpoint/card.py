@@ -26,9 +26,11 @@ _RECIPE = {
         "lr",
         "schedule",
         "warmup_share",
+        "optimizer",
         "betas",
         "weight_decay",
         "clip",
+        "ema_decay",
         "loss",
         "gamma",
         "num_anchors",
@@ -39,6 +41,12 @@ _RECIPE = {
     "drafter": ("init", "from_checkpoint"),
     "run": ("seed",),
 }
+
+_MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
+"""Settings of train that are of no effect, and not shown, with another optimizer."""
+
+WEIGHTS = {"ema": "the moving average", "raw": "those of the last step, not the moving average"}
+"""Which of a checkpoint's weights, for a reader."""
 
 
 def card(shape: DrafterShape, facts: dict[str, Any], layout: str, name: str) -> str:
@@ -132,6 +140,7 @@ def _made_of(shape: DrafterShape, facts: dict[str, Any], layout: str) -> str:
         "target revision": _code(target.get("revision")),
         "data fingerprint": _code(facts.get("data_fingerprint")),
         "training step": facts.get("step"),
+        **({"weights": WEIGHTS[facts["weights"]]} if "weights" in facts else {}),
         "training length (tokens)": facts.get("training_length"),
         "position limit (the target's)": shape.max_position_embeddings,
         "layers": shape.num_layers,
@@ -180,9 +189,10 @@ def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: st
 
 def _recipe(facts: dict[str, Any]) -> str:
     config = facts.get("config") or {}
+    muon = _MUON if (config.get("train") or {}).get("optimizer") == "muon" else ()
     found = {
         f"{section}.{key}": config[section][key]
-        for section, keys in _RECIPE.items()
+        for section, keys in {**_RECIPE, "train": _RECIPE["train"] + muon}.items()
         for key in keys
         if (config.get(section) or {}).get(key) is not None
     }

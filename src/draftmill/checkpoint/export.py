@@ -47,6 +47,7 @@ def export(
     target: str | None = None,
     check: bool = False,
     force: bool = False,
+    which: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Exported:
     """Write a drafter's weights, config and model card to `output` in a layout that engines read.
@@ -55,6 +56,7 @@ def export(
     target  names the target where the source does not say it
     check   compare with every installed reader before the folder appears (`check.check_export`)
     force   replace an earlier export at `output`; a folder with anything else in it is never touched
+    which   of a checkpoint's weights, "ema" or "raw"; by default its moving average where it has one
 
     Raises InputError: what can't be read, written or served, and why. Nothing is left behind or harmed then.
     """
@@ -64,7 +66,7 @@ def export(
         raise InputError(f"unknown dtype {dtype!r}; an export is in {' or '.join(EXPORT_DTYPES)}")
     output = Path(output).resolve()
     _check_output(output, force)
-    source = read_source(where)
+    source = read_source(where, which=which)
     _check_finite(source)
     facts = dict(source.facts)
     if target is not None:
@@ -83,6 +85,8 @@ def export(
             shutil.rmtree(temporary, ignore_errors=True)
             raise
     chosen = [f"exported {source.note}"] if source.note else []
+    if source.facts.get("weights") is not None and source.layout == "draftmill":
+        chosen.append(f"weights: {card.WEIGHTS[source.facts['weights']]}")
     num_parameters = sum(tensor.numel() for tensor in source.tensors.values())
     return Exported(output, files, num_parameters, chosen + lines + card.notes(source.shape, layout))
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from draftmill.checkpoint import speculators, store, weights, zlab
 from draftmill.checkpoint.durable import read_json
 from draftmill.checkpoint.store import Tensors
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
+
+Which = Literal["ema", "raw"]
+"""A checkpoint's moving average, or the weights that it is of."""
 
 CONFIG_FILE, FACTS_FILE, EVALUATION_FILE = "config.json", "draftmill.json", "evaluation.json"
 
@@ -30,7 +33,7 @@ class Source:
     layout   "draftmill" (a checkpoint), "zlab" or "speculators"
     tensors  by upstream name, on the CPU, in the dtype they are stored in; mapped from the files
     facts    what is known of its making: target, data_fingerprint, training_length, step, accept_length,
-             accept_by_slot, config, evaluation; each may be absent
+             accept_by_slot, config, evaluation, weights ("ema" or "raw" where there were both); each may be absent
     note     which checkpoint of a run was taken and why; empty where there was no choice
     """
 
@@ -42,20 +45,25 @@ class Source:
     note: str = ""
 
 
-def read_source(where: str | Path, *, num_target_layers: int | None = None) -> Source:
+def read_source(where: str | Path, *, num_target_layers: int | None = None, which: str | None = None) -> Source:
     """Read a drafter from a run directory, a checkpoint folder or a published folder.
 
     Of a run, the whole checkpoint with the greatest held-out acceptance length is taken, or the newest where none was
-    evaluated. `num_target_layers` is for foreign folders in speculators layout, which do not say it. Raises InputError.
+    evaluated. `num_target_layers` is for foreign folders in speculators layout, which do not say it. `which` of a
+    checkpoint's weights, "ema" or "raw"; by default its moving average where it has one. Raises InputError.
     """
+    if which is not None and which not in get_args(Which):
+        raise InputError(f"unknown weights {which!r}; a checkpoint's are {' or '.join(get_args(Which))}")
     folder, note = Path(where), ""
     if not folder.is_dir():
         raise InputError(f"no run, checkpoint or drafter at {where}; give the path of a folder")
     if (folder / "checkpoints").is_dir() or (folder / "config.yaml").exists():
         folder, note = _choose(folder)
     if (folder / store.MANIFEST_FILE).exists():
-        return _read_checkpoint(folder, note)
+        return _read_checkpoint(folder, note, which)
     if (folder / CONFIG_FILE).exists():
+        if which is not None:
+            raise InputError(f"{folder} is no checkpoint and has one set of weights; leave out the choice of {which}")
         return _read_published(folder, num_target_layers)
     raise InputError(f"{folder} is neither a run, nor a checkpoint (manifest.json), nor a drafter (config.json)")
 
@@ -121,7 +129,7 @@ def _choose(run_dir: Path) -> tuple[Path, str]:
     return newest.folder, f"step-{newest.step}, the newest; none was evaluated"
 
 
-def _read_checkpoint(folder: Path, note: str) -> Source:
+def _read_checkpoint(folder: Path, note: str, which: str | None) -> Source:
     checkpoint = store.load(folder, optimizer=False)
     state = checkpoint.state
     config = state.get("config") or {}
@@ -131,15 +139,25 @@ def _read_checkpoint(folder: Path, note: str) -> Source:
         "data_fingerprint": state.get("data_fingerprint"),
         "training_length": (config.get("data") or {}).get("max_length"),
         "step": checkpoint.step,
-        "accept_length": state.get("accept_length"),
-        "accept_by_slot": state.get("accept_by_slot"),
         "config": config,
-        "evaluation": read_json(folder / EVALUATION_FILE) if (folder / EVALUATION_FILE).exists() else None,
     }
+    average = checkpoint.average()
+    if which == "ema" and average is None:
+        raise InputError(
+            f"{folder} has no moving average: it was trained without train.ema_decay; take its raw weights"
+        )
+    if average is not None:
+        facts["weights"] = which or "ema"
+    if average is None or which != "raw":  # what was measured was measured with the average, where there is one
+        facts["accept_length"], facts["accept_by_slot"] = state.get("accept_length"), state.get("accept_by_slot")
+        facts["evaluation"] = read_json(folder / EVALUATION_FILE) if (folder / EVALUATION_FILE).exists() else None
     if "shape" not in state:
         raise InputError(f"{folder / store.STATE_FILE} does not say the drafter's shape; it is of no training run")
-    shape, tensors = DrafterShape.from_dict(state["shape"]), checkpoint.tensors()
-    weights.check_tensors(tensors, shape, str(folder / store.DRAFTER_FILE))
+    shape = DrafterShape.from_dict(state["shape"])
+    tensors, file = checkpoint.tensors(), store.DRAFTER_FILE
+    if average is not None and which != "raw":
+        tensors, file = average, store.AVERAGE_FILE
+    weights.check_tensors(tensors, shape, str(folder / file))
     return Source(folder, "draftmill", shape, tensors, {k: v for k, v in facts.items() if v is not None}, note)
 
 

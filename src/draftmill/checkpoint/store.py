@@ -1,5 +1,5 @@
-"""Checkpoints of a run: `checkpoints/step-N/` with drafter.safetensors, optimizer.safetensors, state.json and
-manifest.json.
+"""Checkpoints of a run: `checkpoints/step-N/` with drafter.safetensors, optimizer.safetensors, where a moving average
+is kept ema.safetensors, state.json and manifest.json.
 
 Owns the folder's layout, its atomic writing, its checksums and its deletion. No pickle is written or read. Never asks
 what a number in the state means: that is `resume`'s and the training loop's business.
@@ -42,9 +42,10 @@ from draftmill.errors import InputError
 
 FORMAT = "draftmill checkpoint"
 VERSION = 1
-DRAFTER_FILE, OPTIMIZER_FILE, STATE_FILE, MANIFEST_FILE = (
+DRAFTER_FILE, OPTIMIZER_FILE, AVERAGE_FILE, STATE_FILE, MANIFEST_FILE = (
     "drafter.safetensors",
     "optimizer.safetensors",
+    "ema.safetensors",
     "state.json",
     "manifest.json",
 )
@@ -59,10 +60,15 @@ class Checkpoint:
     folder: Path
     step: int
     state: dict[str, Any]
+    has_average: bool = False
 
     def tensors(self) -> Tensors:
         """The fp32 masters by upstream name, on the CPU, in the dtype they were saved in."""
         return _load_tensors(self.folder / DRAFTER_FILE)
+
+    def average(self) -> Tensors | None:
+        """The masters' moving average, as `tensors`; None where none was kept."""
+        return _load_tensors(self.folder / AVERAGE_FILE) if self.has_average else None
 
     def optimizer(self) -> dict[str, Tensors]:
         """The optimizer's tensors as they were saved: {"exp_avg": {name: tensor}, ...}, on the CPU."""
@@ -83,12 +89,20 @@ class Entry:
     problem: str | None
 
 
-def save(run_dir: Path, step: int, tensors: Tensors, optimizer: dict[str, Tensors], state: dict[str, Any]) -> Path:
+def save(
+    run_dir: Path,
+    step: int,
+    tensors: Tensors,
+    optimizer: dict[str, Tensors],
+    state: dict[str, Any],
+    average: Tensors | None = None,
+) -> Path:
     """Write `checkpoints/step-N/` of a run; it appears whole or not at all. An older folder of that step is replaced.
 
     tensors    {name: tensor}, the fp32 masters, upstream names; any device; the dtype is kept
     optimizer  {"exp_avg": {name: tensor}, ...}
     state      JSON; see the module's text for the keys this room reads
+    average    the masters' moving average, where one is kept
     Only one process may write into a run, and only one thread at a time: what earlier writers left half done is
     removed here. No collective is entered, so one drafter of several may save alone.
 
@@ -110,6 +124,8 @@ def save(run_dir: Path, step: int, tensors: Tensors, optimizer: dict[str, Tensor
                 temporary / OPTIMIZER_FILE,
                 {f"{group}/{name}": tensor for group, named in optimizer.items() for name, tensor in named.items()},
             )
+            if average is not None:
+                write_tensors(temporary / AVERAGE_FILE, average)
             write_json(temporary / STATE_FILE, {**state, "step": step})
             _write_manifest(temporary, step)
             sync_folder(temporary)
@@ -126,7 +142,8 @@ def load(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     Raises InputError that names the file which is missing, cut short or changed.
     """
     manifest = _read_manifest(folder)
-    wanted = [DRAFTER_FILE, STATE_FILE] + [OPTIMIZER_FILE] * optimizer
+    has_average = AVERAGE_FILE in manifest["files"]
+    wanted = [DRAFTER_FILE, STATE_FILE] + [OPTIMIZER_FILE] * optimizer + [AVERAGE_FILE] * has_average
     for name in wanted:
         _check_size(folder, name, manifest)
     for name in wanted:
@@ -136,7 +153,7 @@ def load(folder: Path, *, optimizer: bool = True) -> Checkpoint:
             raise InputError(f"{folder / name} can't be read: {error.strerror or error}") from None
         if found != manifest["files"][name]["digest"]:
             raise InputError(f"{folder / name} is damaged: its content does not match the checksum written with it")
-    return Checkpoint(folder, manifest["step"], read_json(folder / STATE_FILE))
+    return Checkpoint(folder, manifest["step"], read_json(folder / STATE_FILE), has_average)
 
 
 def checkpoints(run_dir: Path) -> list[Entry]:
@@ -219,7 +236,8 @@ def _load_tensors(path: Path) -> Tensors:
 def _write_manifest(folder: Path, step: int) -> None:
     files = {
         name: {"bytes": (folder / name).stat().st_size, "digest": digest(folder / name)}
-        for name in (DRAFTER_FILE, OPTIMIZER_FILE, STATE_FILE)
+        for name in (DRAFTER_FILE, OPTIMIZER_FILE, AVERAGE_FILE, STATE_FILE)
+        if (folder / name).exists()
     }
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
     write_json(folder / MANIFEST_FILE, {**body, "digest": _body_digest(body)})

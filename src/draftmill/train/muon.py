@@ -44,14 +44,13 @@ class FlatMuon(FlatOptimizer):
     """
 
     def __init__(self, flat: FlatParameters, config: TrainConfig) -> None:
-        super().__init__(flat, config)
         self.momentum = torch.zeros_like(flat.master[: flat.num_matrix_elements])
         self._adamw = AdamWParts(flat, config, start=flat.num_matrix_elements)
         self.first, self.second = self._adamw.first, self._adamw.second
-        self._parts = self._split()
+        self._parts = self._split(flat)
+        super().__init__(flat, config, [part.master for part in self._parts] + self._adamw.masters())
 
-    def _split(self) -> list[MuonPart]:
-        flat = self.flat
+    def _split(self, flat: FlatParameters) -> list[MuonPart]:
         stacks = flat.equal_matrices
         weights = stacks(flat.weights) if flat.weights is not flat.master else None
         parts = []

@@ -1,5 +1,5 @@
-"""AdamW on a drafter's flat buffers, and what every optimizer of a replica does: clip, update and the copy to the
-compute type in one pass.
+"""AdamW on a drafter's flat buffers, and what every optimizer of a replica does: clip, update, the copy to the compute
+type and the moving average in one pass.
 
 Every number that changes from step to step is a device tensor, so the update can be captured. A gradient that is not
 finite reaches neither the weights nor, thereby, the next step.
@@ -10,12 +10,14 @@ Source: Loshchilov & Hutter, arXiv 1711.05101, as in torch.optim.AdamW.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from draftmill.config import TrainConfig
 from draftmill.step.flat import FlatParameters
+from draftmill.train.ema import WeightAverage
 
 CPU_PIECE = 2**17
 """Elements updated together on a CPU: five buffers of them, 2.5 MB, stay near a core."""
@@ -30,11 +32,16 @@ class FlatOptimizer(ABC):
     count          int64 []: updates done
     lr             float32 []: set before each update
     grad_norm      float32 []: norm of the latest gradient, after division by the loss's weights and before clipping
+    average        of the masters, None without `train.ema_decay`
+
+    Made once it is decided how the flat gradient is summed, see `FlatParameters.sum_in_float32`.
     """
 
-    def __init__(self, flat: FlatParameters, config: TrainConfig) -> None:
-        """Made once it is decided how the flat gradient is summed, see `FlatParameters.sum_in_float32`."""
+    def __init__(self, flat: FlatParameters, config: TrainConfig, masters: Sequence[torch.Tensor]) -> None:
+        """masters: the pieces of the flat masters that `apply` updates, each once."""
         self.flat, self.config = flat, config
+        decay = config.ema_decay
+        self.average = WeightAverage(flat, decay, masters) if decay is not None else None
         device = flat.master.device
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.lr = torch.zeros((), device=device)
@@ -55,12 +62,14 @@ class FlatOptimizer(ABC):
         for named in self.moments().values():
             for view in named.values():
                 view.zero_()
+        if self.average is not None:
+            self.average.reset()
 
     def restore(self, moments: Moments, count: int) -> None:
-        """Go on from saved moments after `count` updates. Raises ValueError where they are another optimizer's."""
+        """Go on from saved moments after `count` updates. Raises RuntimeError where they are another optimizer's."""
         own = self.moments()
         if moments.keys() != own.keys():
-            raise ValueError(f"the optimizer's moments are {', '.join(own)}, got {', '.join(moments)}")
+            raise RuntimeError(f"the optimizer's moments are {', '.join(own)}, got {', '.join(moments)}")
         for kind, named in own.items():
             for name, view in named.items():
                 view.copy_(moments[kind][name])
@@ -75,6 +84,8 @@ class FlatOptimizer(ABC):
             clip = (self.config.clip / (self.grad_norm + 1e-6)).clamp(max=1.0)
             self.count += 1
             self.apply(torch.where(finite, self.lr, 0.0), torch.where(finite, scale * clip, 0.0))
+            if self.average is not None:
+                self.average.update(self.count)
 
     def _norm(self) -> torch.Tensor:
         """Norm of the flat gradient, float32 []."""
@@ -127,6 +138,10 @@ class AdamWParts:
             flat.master[whole], weights, flat.gradient_sum[whole], self.first[own], self.second[own], decay
         )
 
+    def masters(self) -> list[torch.Tensor]:
+        """The masters, piece by piece."""
+        return [part.master for part in self.parts]
+
     def moments(self) -> Moments:
         """Both moments by name."""
         named = self.flat.named
@@ -167,8 +182,8 @@ class FlatAdamW(FlatOptimizer):
     """
 
     def __init__(self, flat: FlatParameters, config: TrainConfig) -> None:
-        super().__init__(flat, config)
         self._adamw = AdamWParts(flat, config)
+        super().__init__(flat, config, self._adamw.masters())
         self.first, self.second = self._adamw.first, self._adamw.second
 
     def moments(self) -> Moments:

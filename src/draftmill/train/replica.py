@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftmill.checkpoint.store import Checkpoint
 from draftmill.evaluate.acceptance import acceptance_counts
 from draftmill.pipeline.channel import Slot
 from draftmill.records import BatchKind, HostBatch
@@ -140,8 +141,10 @@ class Replica:
         return StepValues(Late(values), self.lr, self.state.drafter_shape.block_size, self.flops)
 
     def begin_evaluation(self) -> None:
-        """Start an evaluation."""
+        """Start an evaluation, of the averaged weights where they are kept."""
         self.heldout_counts.zero_()
+        if self.optimizer.average is not None:
+            self.optimizer.average.show()
 
     def evaluate(self) -> None:
         """Count what the loaded batch's blocks would have had accepted."""
@@ -157,7 +160,9 @@ class Replica:
         return [self.heldout_counts]
 
     def evaluation_result(self) -> Late:
-        """The counts, on their way to the host."""
+        """The counts, on their way to the host; ends the evaluation."""
+        if self.optimizer.average is not None:
+            self.optimizer.average.hide()
         return Late(self.heldout_counts)
 
     def snapshot(self, request: Callable[[Replica], Any]) -> Any:
@@ -172,7 +177,17 @@ class Replica:
         """The optimizer's moments by name."""
         return self.optimizer.moments()
 
-    def restore(self, weights: dict[str, torch.Tensor], moments: Moments, count: int) -> None:
-        """Go on from saved masters and moments after `count` updates."""
-        self.state.flat.load(weights)
-        self.optimizer.restore(moments, count)
+    def average(self) -> dict[str, torch.Tensor] | None:
+        """The averaged masters by name, where they are kept."""
+        average = self.optimizer.average
+        return average.named() if average is not None else None
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint. Raises RuntimeError where it does not hold what this run's optimizer needs."""
+        self.state.flat.load(checkpoint.tensors())
+        self.optimizer.restore(checkpoint.optimizer(), checkpoint.step)
+        saved, average = checkpoint.average(), self.optimizer.average
+        if (saved is None) != (average is None):
+            raise RuntimeError(f"{checkpoint.folder} {'lacks' if saved is None else 'has'} a moving average")
+        if saved is not None and average is not None:
+            average.restore(saved)

@@ -53,7 +53,7 @@ class Saver:
         state = self.state(step, finished, accept_length)
 
         def save(replica: Replica) -> Any:
-            return self.background.save(step, replica.weights(), replica.moments(), state)
+            return self.background.save(step, replica.weights(), replica.moments(), state, replica.average())
 
         return save if self.writes else lambda _replica: None
 
