@@ -191,6 +191,8 @@ class TrainConfig(_Section):
     """Decoupled weight decay, on matrices only."""
     clip: float = Field(1.0, gt=0.0)
     """Largest norm of the gradient."""
+    ema_decay: float | None = Field(None, gt=0.0, lt=1.0)
+    """Decay rate of the weights' moving average, which evaluations and exports then use; null keeps none."""
     gamma: float | None = Field(None, gt=0.0)
     """Decay length of the loss over a block's slots; null: 7, 5 or 4 for blocks of 16, 10 or 8, else by size."""
     loss: LossTerm | dict[LossTerm, float] = "cross_entropy"

@@ -29,6 +29,7 @@ from draftmill.target.features import TapsReplica
 from draftmill.train.loading import Loaded, first_drafter
 from draftmill.train.muon import FlatMuon
 from draftmill.train.optimizer import FlatAdamW
+from draftmill.train.planning_worst import StepDoesNotFit, built_and_run, run_worst
 from draftmill.train.replica import Replica
 from draftmill.train.schedule import learning_rate
 from draftmill.train.setup import Setup

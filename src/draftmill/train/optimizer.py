@@ -119,6 +119,11 @@ class AdamWParts:
 
     def __init__(self, flat: FlatParameters, config: TrainConfig, start: int = 0) -> None:
         self.flat, self.config, self.start = flat, config, start
+        self._update = adamw_update
+        if flat.master.is_cuda:
+            from draftmill.train import adamw_kernel
+
+            self._update = adamw_kernel.adamw_update
         self.first = torch.zeros_like(flat.master[start:])
         self.second = torch.zeros_like(flat.master[start:])
         middle, end = max(start, flat.num_matrix_elements), flat.size
@@ -152,7 +157,7 @@ class AdamWParts:
         beta1, beta2 = self.config.betas
         corrections = (1.0 - beta1 ** count.float(), 1.0 - beta2 ** count.float())
         for part in self.parts:
-            adamw_update(part, (lr, factor, *corrections), (beta1, beta2, self.config.eps))
+            self._update(part, (lr, factor, *corrections), (beta1, beta2, self.config.eps))
 
 
 def adamw_update(
