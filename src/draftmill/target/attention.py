@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,13 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 DOCUMENTS = "draftmill_documents"
 """Name under which transformers finds the attention function."""
 FLASH_HEAD_DIM = 256
 """Largest head that flash attention takes."""
-_GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+_varlen: Any = None
+"""torch.nn.attention.varlen, once it is needed."""
+_groups: dict[str, Any] = {}
+"""How its attention is told of groups of heads; not at all before torch 2.12."""
+
+
+def _load_kernels() -> None:
+    """Import the kernels, the first time: that takes a second or more, which no CPU should pay for."""
+    global _varlen, _groups
+    if _varlen is None:
+        from torch.nn.attention import varlen
+
+        takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+        _varlen, _groups = varlen, {"enable_gqa": True} if takes_groups else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +105,8 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(DOCUMENTS, document_attention)
+    if torch.cuda.is_available():
+        _load_kernels()  # before anything that calls them is compiled
 
 
 _seen = threading.local()
@@ -219,20 +235,21 @@ def _flash(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Torch's variable-length flash attention; the arguments of `reference_attention`."""
+    _load_kernels()
     width, heads = v.shape[-1], q.shape[1]
     if width != q.shape[-1]:  # the kernel wants one head size
         v = F.pad(v, (0, q.shape[-1] - width))
     options: dict[str, Any] = {}
     if k.shape[1] != heads:
-        options = _GROUPS
-        if not options:  # older than torch 2.12
+        options = _groups
+        if not options:
             k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
     reach = (-1, 0) if window is None else (window - 1, 0)
     if sinks is None:
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=reach, **options)
+        out = _varlen.varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=reach, **options)
         assert isinstance(out, torch.Tensor)
         return out[..., :width]
-    out, log_sums = varlen_attn(
+    out, log_sums = _varlen.varlen_attn(
         q,
         k,
         v,
@@ -242,7 +259,7 @@ def _flash(
         longest,
         scale=scale,
         window_size=reach,
-        return_aux=AuxRequest(lse=True),
+        return_aux=_varlen.AuxRequest(lse=True),
         **options,
     )
     # a sink adds exp(sink) to the softmax's denominator: exp(lse) / (exp(lse) + exp(sink)) of the output stays
