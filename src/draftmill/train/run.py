@@ -137,9 +137,9 @@ def _train(
     def prepare(replica: Replica, number: int) -> None:
         if number == 0:
             with BUILD_LOCK:  # pinned memory is not allocated while another worker captures
-                saver.background.prepare(replica.weights(), replica.moments())
+                saver.background.prepare(replica.weights(), replica.moments(), replica.average())
         if checkpoint is not None:
-            replica.restore(checkpoint.tensors(), checkpoint.optimizer(), checkpoint.step)
+            replica.restore(checkpoint)
 
     def abandon(failure: WorkerFailed | Stalled | None) -> None:
         _record(run, failure)
