@@ -250,9 +250,7 @@ class _Race:
 
     def add_channel(self, number: int, device: torch.device) -> Channel:
         setup = self.setup
-        channel = Channel(
-            num_slots(setup), setup.step_shape.context_slots, setup.shape.feature_size, device, setup.dtype
-        )
+        channel = Channel(num_slots(setup), setup.step_shape.context_slots, setup.carried_size, device, setup.dtype)
         self.channels[number] = channel
         self.supervisor.on_close(channel.close)
         return channel
@@ -294,6 +292,7 @@ class _Race:
         channel = self.channels[0]
         for slot in channel._slots:
             slot.features_TF.normal_()
+        wait_for([channel.device])
         return _Feeder("feeder", "cpu", self.supervisor, channel, self.loader)
 
     def run(self, targets: Sequence[Any], drafters: Sequence[DrafterWorker]) -> Measured:
@@ -360,6 +359,7 @@ class _Mark:
         self.done = self.tokens = self.batches = 0
         self.began = self.ended = 0.0
         self.before: list[tuple[float, float]] = []
+        self.after: list[tuple[float, float]] = []
 
     def take(self, results: list[Any]) -> None:
         for result in results:
@@ -371,17 +371,21 @@ class _Mark:
         now = time.perf_counter()
         if self.done == self.race.warm_steps:
             self.began = now
-            self.before = [(beat.busy_s, beat.wait_s) for beat in self.race.beats]
+            self.before = self.told()
         elif self.done > self.race.warm_steps:
-            self.ended = now
+            self.ended, self.after = now, self.told()
             self.tokens += tokens
             self.batches += batches
+
+    def told(self) -> list[tuple[float, float]]:
+        """Seconds of work and of waiting that each worker has told of; both times some lie a batch behind."""
+        return [(beat.busy_s, beat.wait_s) for beat in self.race.beats]
 
     def measured(self) -> Measured:
         seconds = self.ended - self.began
         shares = [
-            Share(beat.name, beat.device, (beat.busy_s - busy) / seconds, (beat.wait_s - wait) / seconds)
-            for beat, (busy, wait) in zip(self.race.beats, self.before, strict=True)
+            Share(beat.name, beat.device, (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds)
+            for beat, before, after in zip(self.race.beats, self.before, self.after, strict=True)
         ]
         return Measured(seconds, self.batches, self.tokens, shares)
 

@@ -196,14 +196,21 @@ def random_target(setup: Setup, device: torch.device, size: Size) -> tuple[Targe
         torch.set_default_dtype(before)
     target = Target(model)
     head = target.head().to("cpu", dtype)
-    target.cut_after(setup.shape.target_layer_ids[-1])
+    target.cut_after(setup.last_layer)
+    wait_for_all()
     return target, head
+
+
+def wait_for_all() -> None:
+    """Until all GPUs are done: weights are drawn and copied on streams that are no worker's."""
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
 
 
 def taps_replica(setup: Setup, target: Target, like: TapsReplica | None = None) -> TapsReplica:
     """The target as a worker uses it, run as the configuration says."""
     config = setup.config
-    return TapsReplica(target, setup.shape.target_layer_ids, config.target.step, config.data.batching == "packed", like)
+    return TapsReplica(target, setup.taps, config.target.step, config.data.batching == "packed", like)
 
 
 def random_loaded(setup: Setup, size: Size, told: Any = lambda index, device: None) -> Loaded:
@@ -221,6 +228,7 @@ def random_loaded(setup: Setup, size: Size, told: Any = lambda index, device: No
             target = first
         else:
             target = first.replica(group[0])
+            wait_for_all()
         replicas.append(taps_replica(setup, target, replicas[0] if replicas else None))
     assert head is not None
     return Loaded(replicas, head, None)

@@ -1,0 +1,65 @@
+"""The benchmarks of whole runs as scripts on a CPU: every part comes to its figures, and they belong together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftmill.records import Blocks
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(script: str, *arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, f"bench/{script}", *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ["--rounds", "1", "--batches", "4", "--gil-batches", "6", "--samples", "500", "--out", str(out)]
+    got = run("pipeline.py", "--tiny", "--parts", "share", "gil", "--folder", str(tmp_path), *options)
+    assert got == json.loads(out.read_text())
+    share = got["share"]
+    assert share["slower_side"] == min(("target", "drafter"), key=share["ktok_s"].get)
+    assert share["share"] == pytest.approx(share["ktok_s"]["both"] / share["ktok_s"][share["slower_side"]])
+    both = share["both"]
+    assert both["batches"] == 4
+    assert both["ktok_s"] == pytest.approx(both["tokens"] / both["seconds"] / 1e3, rel=1e-2)
+    assert [worker["name"] for worker in both["workers"]] == ["target-0", "drafter-0"]
+    gil = got["gil"]
+    assert list(gil) == ["size", "ratio_bar", "eager", "part_s"], "nothing is captured on a CPU"
+    assert [len(gil["eager"]["workers"][layout]) for layout in ("1+1", "5+3")] == [2, 8]
+    assert not list(tmp_path.glob("draftmill-*")), "the store is removed"
+
+
+def test_a_peer_gets_our_anchors_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    pytest.importorskip("specforge")
+    from pipeline_peers import anchors_by_row
+
+    # rows of 10 tokens with 4, 7 and 2 real ones, in context slots 0..3, 4..10 and 11..12
+    source_T = torch.cat([torch.arange(4), 10 + torch.arange(7), 20 + torch.arange(2)])
+    blocks = Blocks.empty(16, 6)
+    blocks.anchors_A[:4] = torch.tensor([1, 4, 8, 12])
+    blocks.slots_A[:4] = torch.tensor([2, 3, 2, 1])
+    anchors, keep = anchors_by_row(blocks, source_T, 3, 10)
+    assert anchors.shape == keep.shape == (3, 8)
+    assert [anchors[row][keep[row]].tolist() for row in range(3)] == [[1], [0, 4], [1]]
