@@ -38,6 +38,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, and without --target a tiny random target")
     parser.add_argument("--data", type=Path, help="a compact data file made before, in place of --stage data")
     parser.add_argument("--recipes", nargs="+", help="names in quality_recipes.py, or all; default: the main ones")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings for all recipes of ours")
+    parser.add_argument("--stop-after", type=float, help="seconds after which a process begins no further run")
     parser.add_argument("--gpus", type=int, help="GPUs to use; default: all there are")
     parser.add_argument("--decode-prompts", type=int, help="prompts a suite that are really decoded; default: all")
     parser.add_argument("--decode", nargs="+", choices=("final", "half"), default=["final"], help="which weights")
@@ -86,7 +88,8 @@ def main() -> None:
     last: dict[str, Any] | None = None
     try:
         if options.worker is not None:
-            work(options)
+            index, count = (int(part) for part in options.worker.split("/"))
+            work(options, options.stage[0], index, count)
             return
         stages = STAGES if "all" in options.stage else [stage for stage in STAGES if stage in options.stage]
         for stage in stages:
@@ -157,9 +160,12 @@ LEADS: dict[str, Any] = {"data": lead_data, "train": lead_train, "evaluate": lea
 def start_workers(options: argparse.Namespace, stage: str, count: int) -> None:
     """Run a stage in `count` processes, spread over the GPUs, each seeing one as its only one; wait for all.
 
-    Raises InputError where one fails, once all have ended.
+    One process without a GPU is this one. Raises InputError where one fails, once all have ended.
     """
     gpus = num_gpus(options)
+    if count == 1 and not gpus:
+        work(options, stage, 0, 1)
+        return
     visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part] or [
         str(index) for index in range(gpus)
     ]
@@ -177,17 +183,16 @@ def start_workers(options: argparse.Namespace, stage: str, count: int) -> None:
         raise InputError(f"{sum(map(bool, codes))} of {count} processes of stage {stage} failed; see above")
 
 
-def work(options: argparse.Namespace) -> None:
-    """One process of a stage."""
+def work(options: argparse.Namespace, stage: str, index: int, count: int) -> None:
+    """The part of a stage that is the index-th process's of `count`."""
     import torch
 
     if options.tiny:
         torch.set_num_threads(1)
-    index, count = (int(part) for part in options.worker.split("/"))
     on_gpu = num_gpus(options) > 0
     device = "cuda:0" if on_gpu else "cpu"
     settings, paths = settings_of(options), Paths(options.work)
-    WORKERS[options.stage[0]](options, settings, paths, device, index, count)
+    WORKERS[stage](options, settings, paths, device, index, count)
 
 
 def work_data(
@@ -205,7 +210,17 @@ def work_train(
 ) -> None:
     from quality_train import train_all
 
-    train_all(settings, paths, options.target, device, (index, count), options.recipes, tiny=options.tiny)
+    train_all(
+        settings,
+        paths,
+        options.target,
+        device,
+        (index, count),
+        options.recipes,
+        overrides=options.set,
+        stop_after=options.stop_after,
+        tiny=options.tiny,
+    )
 
 
 def work_evaluate(
@@ -214,7 +229,7 @@ def work_evaluate(
     from quality_evaluate import evaluate_all
 
     prompts = options.decode_prompts or settings.prompts
-    evaluate_all(settings, paths, options.target, device, (index, count), prompts, options.decode)
+    evaluate_all(settings, paths, options.target, device, (index, count), prompts, options.decode, options.stop_after)
 
 
 WORKERS: dict[str, Any] = {"data": work_data, "train": work_train, "evaluate": work_evaluate}

@@ -35,12 +35,14 @@ def evaluate_all(
     place: tuple[int, int],
     prompts: int,
     which: Sequence[str],
+    stop_after: float | None = None,
 ) -> None:
     """Decode `prompts` prompts a suite with this process's part of the weights that have no line yet.
 
     which: "final", "half". Final weights come first and one seed before the next, so that what is there when the time
-    is over is a fair selection.
+    is over is a fair selection. stop_after: seconds past which no decoding is begun that would not end.
     """
+    began, longest = time.perf_counter(), 0.0
     done = {(line["run"], line["weights"]) for line in read_lines(paths.evaluations_file)}
     folders = [folder for name in which for folder in sorted(paths.runs.glob(f"*/{name}"), key=_by_seed)]
     mine = folders[place[0] :: place[1]]
@@ -52,6 +54,9 @@ def evaluate_all(
     decoders: dict[str, tuple[Decoder, Walker]] = {}
     for folder in waiting:
         started = time.perf_counter()
+        if stop_after is not None and started - began + longest > stop_after:
+            print(f"evaluate {folder.parent.name} {folder.name}: left for another call", flush=True)
+            continue
         source = read_published(str(folder))
         key = json.dumps(source.shape.to_dict())
         if key in decoders:
@@ -72,6 +77,7 @@ def evaluate_all(
             "seconds": round(time.perf_counter() - started, 1),
         }
         append_line(paths.evaluations_file, line)
+        longest = max(longest, line["seconds"])
         tau = ", ".join(f"{suite} {one['mean']:.3f}" for suite, one in found["tau"].items())
         same = f"{found['identical']}/{found['answers']} as plain"
         print(f"evaluate {line['run']} {folder.name}: tau {tau}; {same}; {line['seconds']} s", flush=True)

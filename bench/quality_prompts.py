@@ -53,7 +53,7 @@ OPENINGS: dict[str, tuple[str, ...]] = {
         "Fix the bug in the following code:\n\n```python\n",
         "Write a function in JavaScript",
         "Write a SQL query",
-        "How do I",
+        "How do I write a program",
     ),
 }
 """How the user turns begin that the target writes; empty: it also finds the beginning."""

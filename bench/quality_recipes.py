@@ -105,9 +105,19 @@ def chosen(names: list[str] | None) -> list[Recipe]:
 
 
 def config_for(
-    recipe: Recipe, settings: Settings, target: str, store: str, device: str, seed: int, *, tiny: bool
+    recipe: Recipe,
+    settings: Settings,
+    place: tuple[str, str, str],
+    seed: int,
+    overrides: list[str] | None = None,
+    *,
+    tiny: bool,
 ) -> Config:
-    """The configuration of a run. Raises InputError for settings that this version does not have."""
+    """The configuration of a run. place: target, store and device; overrides win over the recipe.
+
+    Raises InputError for settings that this version does not have.
+    """
+    target, store, device = place
     sections: dict[str, dict[str, Any]] = {
         "run": {"dir": "unused", "seed": seed},
         "target": {"model": target, "devices": [device], "dtype": "float32" if device == "cpu" else "bfloat16"},
@@ -124,4 +134,4 @@ def config_for(
         sections["target"]["step"] = "graphed" if sections["data"]["batching"] == "packed" else "auto"
     if tiny and "drafter.sliding_layers" in recipe.changes:
         sections["drafter"]["sliding_layers"] = [0]
-    return build_config(sections, source=f"recipe {recipe.name}")
+    return build_config(sections, overrides, source=f"recipe {recipe.name}")

@@ -33,7 +33,7 @@ class Settings:
 TINY = Settings(
     chats=60,
     heldout=6,
-    prompt_tokens=24,
+    prompt_tokens=48,
     answer_tokens=24,
     max_length=640,
     prompts=2,

@@ -66,14 +66,25 @@ def train_all(
     place: tuple[int, int],
     names: list[str] | None,
     *,
+    overrides: list[str],
+    stop_after: float | None,
     tiny: bool,
 ) -> None:
-    """Train what falls to this process, the place-th of several. Raises what a run raised, after the others."""
+    """Train what falls to this process, the place-th of several.
+
+    overrides: of the settings of all our recipes. stop_after: seconds past which no run is begun that would not end.
+    Raises RuntimeError where a run failed, after the others.
+    """
+    started = time.perf_counter()
     jobs = [Job(recipe, seed) for seed in settings.seeds for recipe in chosen(names)]
-    runs = _Runs(settings, paths, target, device, tiny=tiny)
+    runs = _Runs(settings, paths, target, device, overrides, tiny=tiny)
     failures: list[str] = []
     for job in assigned(jobs, settings, *place):
         if (paths.runs / job.name / "run.json").exists():
+            continue
+        ends = time.perf_counter() - started + settings.seconds * job.recipe.share + _AROUND_S
+        if stop_after is not None and ends > stop_after:
+            print(f"train {job.name}: left for another call", flush=True)
             continue
         try:
             runs.train(job)
@@ -123,8 +134,11 @@ def _built_alike(recipe: Recipe) -> str:
 class _Runs:
     """Trains job after job in one process, keeping what can be used again."""
 
-    def __init__(self, settings: Settings, paths: Paths, target: str, device: str, *, tiny: bool) -> None:
+    def __init__(
+        self, settings: Settings, paths: Paths, target: str, device: str, overrides: list[str], *, tiny: bool
+    ) -> None:
         self.settings, self.paths, self.target, self.device, self.tiny = settings, paths, target, device, tiny
+        self.overrides = overrides
         self.items = chosen_items(read_file(paths.data_file).items, settings.prompts, settings.max_new_tokens)
         self.trainer = Trainer()
         self.contender: Any = None
@@ -140,9 +154,8 @@ class _Runs:
     def train(self, job: Job) -> None:
         """Train, measure, write down. Raises InputError for settings that this version does not have."""
         seconds = self.settings.seconds * job.recipe.share
-        config = config_for(
-            job.recipe, self.settings, self.target, str(self.paths.store), self.device, job.seed, tiny=self.tiny
-        )
+        place = (self.target, str(self.paths.store), self.device)
+        config = config_for(job.recipe, self.settings, place, job.seed, self.overrides, tiny=self.tiny)
         if job.recipe.peer is None:
             setup, course = self.trainer.run(config, seconds, self.settings.points)
             shape = setup.shape
@@ -193,6 +206,7 @@ class _Runs:
             "points": points,
             "notes": course.notes,
             "changes": job.recipe.changes,
+            "overrides": self.overrides,
             "config": config,
             **environment(self.device, self.target),
         }
