@@ -11,12 +11,15 @@ Between the pieces nothing is read back to the host: how many chunks have rows i
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from draftmill.compiling import BUILD_LOCK, own_code
 from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
 from draftmill.drafter.loss import ScoreRows, block_tokens, loss_chunk, score_rows, scored_rows, target_places
 from draftmill.drafter.mask import TileLists
@@ -56,7 +59,7 @@ class EagerStep:
         hidden = self.trunk()
         with torch.no_grad():
             self.score(hidden.detach(), num_scored, num_blocks, with_slope=True)
-        hidden.backward(self.state.slope_QH)
+        hidden.backward(self.state.slope_RH[:-1])
 
     @torch.no_grad()
     def evaluate(self, num_scored: int, num_blocks: int) -> None:
@@ -64,27 +67,32 @@ class EagerStep:
         self.score(self.trunk(), num_scored, num_blocks, with_slope=False)
 
     def trunk(self) -> torch.Tensor:
-        """Static inputs -> hidden states [A*K, H]."""
+        """Static inputs -> hidden states of slots 1..K-1, [A*(K-1), H]."""
         state = self.state
         size = state.drafter_shape
         ids, positions = block_tokens(state.blocks, size.block_size, size.mask_token_id)
         return state.drafter(
-            state.features_TF, state.blocks.positions_T, state.head.embed(ids), positions, self.attention(state.blocks)
+            state.features_TF,
+            state.blocks.positions_T,
+            state.head.embed(ids),
+            positions,
+            self.attention(state.blocks),
+            drafted_only=True,
         )
 
-    def score(self, hidden_QH: torch.Tensor, num_scored: int, num_blocks: int, with_slope: bool) -> None:
-        """Hidden states [A*K, H] -> sums, counts, correct_AK, and slope_QH where wanted."""
+    def score(self, hidden_RH: torch.Tensor, num_scored: int, num_blocks: int, with_slope: bool) -> None:
+        """Hidden states [A*(K-1), H] -> sums, counts, correct_AK, and slope_RH where wanted."""
         rows, labels, weights = self.rows()
         for index in range(self.chunks_to_run(num_scored, num_blocks)):
             part = slice(index * self.chunk_rows, (index + 1) * self.chunk_rows)
-            self.chunk(hidden_QH, rows[part], labels[part], weights[part], with_slope)
+            self.chunk(hidden_RH, rows[part], labels[part], weights[part], with_slope)
         self.count()
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, labels and weights of the loss head, filled up to whole chunks; clears what chunks scatter into."""
         state = self.state
         state.correct_AK.zero_()
-        state.slope_QH.zero_()
+        state.slope_RH.zero_()
         rows, labels, weights = scored_rows(state.blocks, state.drafter_shape.block_size, state.rule)
         # Fillers point at row 0, the first block's given token, which has no loss.
         missing = self.num_chunks * self.chunk_rows - rows.shape[0]
@@ -96,15 +104,16 @@ class EagerStep:
         return -(-rows // self.chunk_rows)
 
     def chunk(
-        self, hidden_QH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
+        self, hidden_RH: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, with_slope: bool
     ) -> None:
         """One chunk of the loss head, its results scattered to the static outputs."""
         state, block_size = self.state, self.state.drafter_shape.block_size
-        target_RH = None
+        # Place among the rows of slots 1..K-1; a filler's is -1, the last one.
+        drafted, target_RH = rows - rows // block_size - 1, None
         if state.rule.needs_target:
             target_RH = state.last_TH[target_places(state.blocks, rows, block_size)]
         costs, weights, correct, slope_RH = loss_chunk(
-            hidden_QH[rows],
+            hidden_RH[drafted],
             target_RH,
             state.head,
             labels,
@@ -117,7 +126,7 @@ class EagerStep:
         state.totals += torch.stack([(weights * costs).sum(), weights.sum()])
         state.correct_AK.view(-1)[rows] = correct
         if with_slope:
-            state.slope_QH[rows] = slope_RH
+            state.slope_RH[drafted] = slope_RH
 
     def count(self) -> None:
         """Add the batch's right and supervised slots to the counts."""
@@ -141,7 +150,32 @@ def default_attention(state: StepState) -> Callable[[Blocks], Attention]:
     queries = state.shape.anchor_slots * shape.block_size
     if queries * (state.shape.context_slots + queries) <= DENSE_LIMIT:
         return dense_attention_choice(state)
-    return flex_attention_choice(state, torch.compile(flex_attention, dynamic=False))
+    return flex_attention_choice(state, _flex_alone())
+
+
+def _flex_alone() -> FlexKernel:
+    """Flex attention compiled by itself, for this worker alone.
+
+    Of its own code, or another worker's device would be a recompilation, which a compiled step anywhere in the process
+    forbids; with and without gradients it may compile again here.
+    """
+    compiled = torch.compile(own_code(_attend, f"eager_{threading.get_native_id()}_{uuid.uuid4().hex}"), dynamic=False)
+    built: set[bool] = set()
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        with torch._dynamo.config.patch(error_on_recompile=False):
+            if (gradients := torch.is_grad_enabled()) in built:
+                return compiled(*arguments, **options)
+            with BUILD_LOCK:
+                out = compiled(*arguments, **options)
+        built.add(gradients)
+        return out
+
+    return kernel
+
+
+def _attend(*arguments: Any, **options: Any) -> Any:
+    return flex_attention(*arguments, **options)
 
 
 def dense_attention_choice(state: StepState) -> Callable[[Blocks], Attention]:

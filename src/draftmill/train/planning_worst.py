@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from draftmill.compiling import BUILD_LOCK
 from draftmill.pipeline.features import pack
 from draftmill.records import BatchKind, Blocks, HostBatch
 from draftmill.step.choose import fill_randomly
@@ -77,6 +78,18 @@ def run_worst(setup: Setup, replica: TapsReplica) -> TapsReplica:
     return replica
 
 
+def _run_full(replica: Replica) -> None:
+    """A batch of random numbers with every slot in use; leaves the inputs empty."""
+    state = replica.state
+    full = state.shape.anchor_slots
+    fill_randomly(state)
+    state.begin()
+    replica.step.run(full * (state.drafter_shape.block_size - 1), full)
+    state.begin()
+    state.features_TF.zero_()
+    state.blocks.copy_(Blocks.empty(state.shape.context_slots, full))
+
+
 def built_and_run(setup: Setup, device: torch.device, build: Callable[[], Replica]) -> Replica:
     """Build a drafter replica and see to it that a full batch was run: building runs one, unless the step is eager.
 
@@ -85,15 +98,8 @@ def built_and_run(setup: Setup, device: torch.device, build: Callable[[], Replic
     try:
         replica = build()
         if device.type == "cuda" and replica.step.name == "eager":
-            state = replica.state
-            with torch.random.fork_rng(devices=[device]):
-                fill_randomly(state)
-            full = state.shape.anchor_slots
-            state.begin()
-            replica.step.run(full * (state.drafter_shape.block_size - 1), full)
-            state.begin()
-            state.features_TF.zero_()
-            state.blocks.copy_(Blocks.empty(state.shape.context_slots, full))
+            with BUILD_LOCK, torch.random.fork_rng(devices=[device]):  # its attention may be compiled
+                _run_full(replica)
             torch.cuda.current_stream(device).synchronize()
     except torch.OutOfMemoryError as error:
         raise StepDoesNotFit(setup, device) from error
