@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from draftmill.data.store import Store
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning-gym")
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "bench"))
 
 
 def quality(work: Path, *arguments: str) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def quality(work: Path, *arguments: str) -> dict[str, Any]:
     return last
 
 
-def test_all_stages_and_again_from_the_data_file(tmp_path: Path) -> None:
+def test_all_stages_and_the_store_again_from_the_data_file(tmp_path: Path) -> None:
     peer = ["specforge"] if importlib.util.find_spec("specforge") is not None else []
     first = quality(tmp_path / "a", "--seconds", "0.5", "--chats", "40", "--recipes", "default", *peer)
     assert list(first["recipes"]) == ["default", *peer]
@@ -43,8 +47,13 @@ def test_all_stages_and_again_from_the_data_file(tmp_path: Path) -> None:
     assert [len(run["points"]) for run in runs] == [2] * len(runs)
     assert {path.name for path in (tmp_path / "a/runs/default-0").iterdir()} == {"run.json", "half", "final"}
 
-    data = tmp_path / "a/quality-data.npz"
-    assert quality(tmp_path / "b", "--data", str(data), "--stage", "data", "--target", str(tmp_path / "a/target"))
-    assert (tmp_path / "b/quality-data.npz").read_bytes() == data.read_bytes()
-    samples = [json.loads((tmp_path / name / "store/store.json").read_text())["num_tokens"] for name in "ab"]
-    assert samples[0] == samples[1] > 0
+    from quality_file import read_file, store_from_file
+    from quality_settings import TINY, Paths
+
+    data = read_file(tmp_path / "a/quality-data.npz")
+    store = store_from_file(TINY, Paths(tmp_path / "b"), str(tmp_path / "a/target"), data)
+    first_store = Store.open(tmp_path / "a/store")
+    assert store.num_samples == first_store.num_samples == data.facts["chats"]
+    for got, expected in zip(store.read(np.arange(len(store))), first_store.read(np.arange(len(store))), strict=True):
+        assert (got[0] == expected[0]).all()
+        assert (got[1] == expected[1]).all()
