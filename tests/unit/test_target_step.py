@@ -112,3 +112,45 @@ def test_what_was_asked_for_is_kept_even_if_slow_and_raised_if_wrong(monkeypatch
     with pytest.raises(RuntimeError, match="features differ"):
         choose(monkeypatch, "compiled", compiled=way("compiled", 0.0, off=1.0))
     assert APPLIED == []
+
+
+def test_other_replicas_take_what_the_first_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried once each, compared with plain, and not with what the first one rejected."""
+    monkeypatch.setattr(steps, "check_choice", lambda *_: None)
+    decision, ran = steps.Decision(), []
+
+    def counted(name: str, sleep_s: float = 0.0, off: float = 0.0) -> type:
+        made = way(name, sleep_s, off)
+        run = made.run  # type: ignore[attr-defined]
+        monkeypatch.setattr(made, "run", lambda self, *inputs: (ran.append(name), run(self, *inputs))[1], raising=False)
+        return made
+
+    def replica(**ways: type) -> steps.Built:
+        APPLIED.clear()
+        ran.clear()
+        for name, module in (("fused", step_fused), ("compiled", step_compiled), ("graphed", step_graphed)):
+            given = ways.get(name, way(name, error=RuntimeError(f"no {name} here")))
+            monkeypatch.setattr(module, f"{name.capitalize()}Forward", given)
+        return steps.build_forward("compiled", TARGET, TAPS, TOKENS, None, False, decision)
+
+    first = replica(compiled=counted("compiled"))
+    assert (first.forward.name, first.ways, len(ran)) == ("compiled", ("compiled",), 4)
+    second = replica(compiled=counted("compiled"))
+    assert (second.forward.name, second.ways, APPLIED, len(ran)) == ("compiled", ("compiled",), ["compiled"], 2)
+    assert second.report.startswith("compiled (as the first replica's; 2x8: plain ")
+    with pytest.raises(RuntimeError, match="features differ"):  # it is tried anew, and told
+        replica(compiled=counted("compiled", off=1.0))
+    assert APPLIED == []
+
+
+@pytest.mark.parametrize("ways", [("plain",), ("fused",), ("plain", "graphed"), ("compiled", "graphed")])
+def test_a_decision_of_any_kind_is_built_again(monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]) -> None:
+    APPLIED.clear()
+    for name, module in (("fused", step_fused), ("compiled", step_compiled), ("graphed", step_graphed)):
+        monkeypatch.setattr(module, f"{name.capitalize()}Forward", way(name))
+    plain = EagerForward(TARGET, TAPS)
+    monkeypatch.setattr(plain, "run", way("plain")(TARGET, TAPS).run)
+    built = steps._as_decided(ways, plain, TOKENS, object())  # type: ignore[arg-type]
+    assert built is not None
+    assert (built.forward.name, built.ways) == (ways[-1], ways)
+    assert APPLIED == [name for name in ways if name not in ("plain", "graphed")]

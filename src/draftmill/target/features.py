@@ -17,7 +17,7 @@ from draftmill.records import HostBatch
 from draftmill.target.attention import packing_of
 from draftmill.target.attention_check import attend_by_document, check_causal, prepare_packing
 from draftmill.target.model import Target
-from draftmill.target.step import Forward, build_forward
+from draftmill.target.step import Decision, Forward, build_forward
 
 _logger = logging.getLogger(__name__)
 
@@ -47,12 +47,13 @@ class TapsReplica:
         """
         self.target, self.layer_ids, self.step, self.packed = target, tuple(layer_ids), step, packed
         if like is None:
+            self.decision = Decision()
             device = target.output_device
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 check_causal(target, layer_ids)
                 self.by_document = prepare_packing(target, layer_ids) if packed else False
         else:
-            self.by_document = like.by_document
+            self.by_document, self.decision = like.by_document, like.decision
             if self.by_document:
                 attend_by_document(target)
         self.report = ""
@@ -114,7 +115,7 @@ class TapsReplica:
         documents = None if batch.documents_BS is None else batch.documents_BS[rows]
         packing = packing_of(positions, documents, device)
         if self._forward is None:
-            built = build_forward(step, self.target, self.layer_ids, tokens, packing, self.by_document)
+            built = build_forward(step, self.target, self.layer_ids, tokens, packing, self.by_document, self.decision)
             _logger.info("target forward on %s: %s", device, built.report)
             self._forward, self.report = built.forward, built.report
         return self._forward.run(tokens, packing)

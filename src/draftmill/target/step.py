@@ -12,9 +12,10 @@ Built in the worker's own thread and on its stream, when the first batch is ther
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from draftmill.config import StepChoice
 from draftmill.errors import InputError
 from draftmill.target.attention import Packing
 from draftmill.target.model import Target
+
+_logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Median over tokens of the relative difference from the plain model's features, in the tap where it is largest, that
@@ -76,10 +79,22 @@ class EagerForward:
 
 @dataclass(frozen=True)
 class Built:
-    """A forward ready to run, and why it was chosen."""
+    """A forward ready to run, and why it was chosen. ways: names of what it is made of, a graph's inner way first."""
 
     forward: Forward
     report: str
+    ways: tuple[str, ...] = ()
+
+
+class Decision:
+    """Which way the replicas of one target run, once the first of them has tried all; the others then take it.
+
+    By what was asked for and by the device's name, for another kind may do better another way. Read and written under
+    the build lock.
+    """
+
+    def __init__(self) -> None:
+        self.ways: dict[tuple[StepChoice, str], tuple[str, ...]] = {}
 
 
 def build_forward(
@@ -89,8 +104,11 @@ def build_forward(
     tokens_BS: torch.Tensor,
     packing: Packing | None,
     by_document: bool = False,
+    decision: Decision | None = None,
 ) -> Built:
     """Build the forward in the calling thread, on its current stream; the batch given is tried on.
+
+    decision: what the replicas of this target share; what was decided is tried once and compared with plain alone.
 
     Raises InputError for a way that this target, device or batching does not allow; what else goes wrong while building
     the way that was asked for is raised as it is, and under `auto` or for fused kernels is said in the report.
@@ -103,7 +121,14 @@ def build_forward(
     if target.device.type != "cuda" and choice in ("auto", "eager"):
         return Built(plain, "eager (auto: the choice on a CPU)" if choice == "auto" else "eager (as configured)")
     with BUILD_LOCK:
-        return _choose(choice, plain, tokens_BS, packing)
+        if decision is None:
+            return _choose(choice, plain, tokens_BS, packing)
+        key = choice, torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu"
+        built = _as_decided(decision.ways[key], plain, tokens_BS, packing) if key in decision.ways else None
+        if built is None:
+            built = _choose(choice, plain, tokens_BS, packing)
+            decision.ways[key] = built.ways
+        return built
 
 
 def check_choice(choice: StepChoice, packed: bool, devices: Sequence[torch.device]) -> None:
@@ -120,43 +145,72 @@ def check_choice(choice: StepChoice, packed: bool, devices: Sequence[torch.devic
 
 
 def _choose(choice: StepChoice, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None) -> Built:
+    trial = _Trial(plain, tokens_BS, packing)
+    if choice != "compiled":
+        trial.consider("fused")
+    if choice in ("auto", "compiled"):
+        trial.consider("compiled", needed=choice == "compiled")
+    inner = trial.best
+    inner.apply()
+    if choice == "graphed" or (choice == "auto" and packing is not None):
+        trial.consider("graphed", needed=choice == "graphed")
+    how = "auto" if choice == "auto" else f"as configured: {choice}"
+    ways = (inner.name,) if trial.best is inner else (inner.name, trial.best.name)
+    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})", ways)
+
+
+def _as_decided(
+    ways: tuple[str, ...], plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None
+) -> Built | None:
+    """The forward made of these ways, where they work here as they did for the first replica."""
+    how = "as the first replica's"
+    if ways == (plain.name,):
+        return Built(plain, f"{plain.name} ({how})", ways)
+    trial = _Trial(plain, tokens_BS, packing, timed_runs=1)
+    try:
+        for way in ways:
+            if way != plain.name:
+                trial.consider(way, needed=True)
+                trial.best.apply()
+    except Exception as error:  # another choice is made for this one, which says what went wrong if it does again
+        trial.best.undo()
+        _logger.warning("target on %s does not run as the first one does: %s", plain.target.device, first_line(error))
+        return None
+    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})", ways)
+
+
+def _build(name: str, plain: EagerForward, inner: Forward, packed_length: int | None) -> Forward:
+    """The way of this name; `inner` is what a graph would capture, and is applied."""
     from draftmill.target.step_compiled import CompiledForward
     from draftmill.target.step_fused import FusedForward
     from draftmill.target.step_graphed import GraphedForward
 
-    trial = _Trial(plain, tokens_BS, packing)
     parts = (plain.target, plain.layer_ids, plain.by_document)
-    if choice != "compiled":
-        trial.consider("fused", lambda: FusedForward(*parts))
-    if choice in ("auto", "compiled"):
-        packed_length = None if packing is None else tokens_BS.shape[1]
-        trial.consider("compiled", lambda: CompiledForward(*parts, packed_length), needed=choice == "compiled")
-    best = trial.best
-    best.apply()
-    if choice == "graphed" or (choice == "auto" and packing is not None):
-        trial.consider("graphed", lambda: GraphedForward(best), needed=choice == "graphed")
-    how = "auto" if choice == "auto" else f"as configured: {choice}"
-    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})")
+    if name == "graphed":
+        return GraphedForward(inner)
+    return FusedForward(*parts) if name == "fused" else CompiledForward(*parts, packed_length)
 
 
 class _Trial:
     """The plain model's time and features on the batch, and the best way found so far."""
 
-    def __init__(self, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None) -> None:
-        self.tokens_BS, self.packing = tokens_BS, packing
+    def __init__(
+        self, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None, timed_runs: int = TIMED_RUNS
+    ) -> None:
+        self.plain, self.tokens_BS, self.packing, self.timed_runs = plain, tokens_BS, packing, timed_runs
         self.best: Forward = plain
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.seconds[plain.name], self.features = self._run(plain)
 
-    def consider(self, name: str, build: Callable[[], Forward], needed: bool = False) -> None:
+    def consider(self, name: str, needed: bool = False) -> None:
         """Build a way and try it; it becomes the best if it is right and the fastest, with `needed` if it is right.
 
         Leaves the target as it was. With `needed` what is wrong is raised.
         """
         forward: Forward | None = None
         try:
-            forward = build()
+            forward = _build(name, self.plain, self.best, None if self.packing is None else self.tokens_BS.shape[1])
             forward.apply()
             seconds, features = self._run(forward)
             difference = largest_difference(features, self.features)
@@ -184,7 +238,7 @@ class _Trial:
     def _run(self, forward: Forward) -> tuple[float, list[torch.Tensor]]:
         """Median seconds, and some of the last run's features, [tokens, H] each; the first run is not counted."""
         seconds = []
-        for index in range(1 + TIMED_RUNS):
+        for index in range(1 + self.timed_runs):
             self._wait()
             started = time.perf_counter()
             features = forward.run(self.tokens_BS, self.packing)
