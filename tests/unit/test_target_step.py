@@ -153,4 +153,4 @@ def test_a_decision_of_any_kind_is_built_again(monkeypatch: pytest.MonkeyPatch, 
     built = steps._as_decided(ways, plain, TOKENS, object())  # type: ignore[arg-type]
     assert built is not None
     assert (built.forward.name, built.ways) == (ways[-1], ways)
-    assert APPLIED == [name for name in ways if name not in ("plain", "graphed")]
+    assert [name for name in ways if name not in ("plain", "graphed")] == APPLIED
