@@ -9,9 +9,10 @@ logits, a slot costs a weighted sum of
 
     cross entropy      -log q_y                          slope to z   q - [y]
     KL                 sum p (log p - log q)                          q - p
-    total variation    sum |q - p| / 2                                q (s - sum s q) / 2,   s = sign(q - p)
+    total variation    sum |q - p| / 2                                q C where q > p, else -q (1 - C)
 
-Total variation is the chance that rejection sampling turns a draft of q down (Leviathan et al., arXiv 2211.17192).
+with C the mass of q where q <= p. Total variation is the chance that rejection sampling turns a draft of q down
+(Leviathan et al., arXiv 2211.17192).
 
 Source: dflash.md "Loss"; D-PACE weights as in SpecForge 0.2.0 specforge/algorithms/common/dflash_family_model.py.
 """
@@ -108,7 +109,7 @@ def target_places(blocks: Blocks, rows_R: torch.Tensor, block_size: int) -> torc
     return (blocks.anchors_A.long()[block] + slot - 1).clamp(0, blocks.tokens_T.shape[0] - 1)
 
 
-RowScores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+RowScores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 ScoreRows = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, LossRule, float | None, bool], RowScores]
 """`score_rows`, or what stands in for it on a device."""
 
@@ -138,7 +139,7 @@ def loss_chunk(
     if rule.needs_target:
         assert target_RH is not None
         target_logits = head.logits(target_RH)
-    cross_entropy, costs, correct, slope = (score or score_rows)(
+    cross_entropy, costs, correct, slope, scale_R = (score or score_rows)(
         logits, target_logits, labels_R, rule, head.logit_softcap, with_slope
     )
     if rule.alpha is not None:
@@ -147,7 +148,8 @@ def loss_chunk(
     if not with_slope:
         return costs, weights_R, correct, hidden_RH
     # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
-    slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * (weights_R[:, None] * head.logit_scale)
+    factors_R = weights_R * head.logit_scale if scale_R is None else weights_R * scale_R * head.logit_scale
+    slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * factors_R[:, None]
     return costs, weights_R, correct, slope_RH.to(hidden_RH.dtype)
 
 
@@ -159,10 +161,11 @@ def score_rows(
     softcap: float | None,
     with_slope: bool,
 ) -> RowScores:
-    """Cross entropies [R] and costs [R], float32, whether each row is right [R] bool, and d(cost)/d(raw logits) [R, V].
+    """Cross entropies [R] and costs [R], float32, whether each row is right [R] bool, and d(cost)/d(raw logits) [R, V]
+    as a tensor and a factor on its rows [R] float32, None for 1.
 
     logits and, where the rule needs them, target_logits [R, V]: both may be overwritten. softcap: what both went
-    through. Without `with_slope` the last result has no meaning.
+    through. Without `with_slope` the last two have no meaning.
     """
     logits = _wide(logits)
     if target_logits is not None:
@@ -182,12 +185,12 @@ def score_rows(
             if rule.cross_entropy != 1.0:
                 slope *= rule.cross_entropy
     if not with_slope:
-        return cross_entropy, costs, correct, slope
+        return cross_entropy, costs, correct, slope, None
     if rule.cross_entropy:
         slope = _less_at(slope, labels_R, rule.cross_entropy)
     if softcap is not None:
         slope = slope * (1.0 - (logits / softcap).square())
-    return cross_entropy, costs, correct, slope
+    return cross_entropy, costs, correct, slope, None
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -211,16 +214,21 @@ def _compare(
         apart = target_logits.sub_(log_q).mul_(p).sum(dim=-1, dtype=torch.float32)
         costs = costs + rule.kl * (apart - log_sum)
     q = log_q.exp_()
-    pull = None
+    plain = rule.cross_entropy + rule.kl
     if rule.total_variation:
         gap = q - p
         costs = costs + rule.total_variation / 2 * torch.linalg.vector_norm(gap, 1, dim=-1).float()
-        pull = gap.sign_().mul_(q)
-        pull.addcmul_(q, pull.sum(dim=-1, keepdim=True), value=-1.0).mul_(rule.total_variation / 2)
-    slope = q.mul_(rule.cross_entropy + rule.kl)
+        # Apart, both parts keep their relative precision, also in bfloat16 and where one of them has nearly all mass.
+        above = gap.gt_(0.0).mul_(q)
+        below = q.sub_(above)
+        factor_above = plain + rule.total_variation * below.sum(dim=-1, keepdim=True)
+        factor_below = plain - rule.total_variation * above.sum(dim=-1, keepdim=True)
+        slope = above.mul_(factor_above).add_(below.mul_(factor_below))
+    else:
+        slope = q.mul_(plain)
     if rule.kl:
         slope.sub_(p, alpha=rule.kl)
-    return costs, slope if pull is None else slope.add_(pull)
+    return costs, slope
 
 
 def _less_at(slope: torch.Tensor, labels_R: torch.Tensor, amount: float) -> torch.Tensor:

@@ -17,6 +17,71 @@ WARPS = 16
 
 
 @triton.jit
+def _cross_entropy_rows(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    target_ptr,
+    labels_ptr,
+    cross_entropy_ptr,
+    scale_ptr,
+    correct_ptr,
+    softcap,
+    size: tl.constexpr,
+    target_labels: tl.constexpr,
+    with_slope: tl.constexpr,
+    has_softcap: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Cross entropy alone: the largest logit, then one exponential an element, which is also the slope.
+
+    The slope is left undivided by the sum of exponentials, which is known only at the end: that is the rows' factor.
+    """
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * size
+    target_ptr += row.to(tl.int64) * size
+    lanes = tl.arange(0, block)
+    largest, where = tl.full([block], -float("inf"), tl.float32), tl.full([block], 0, tl.int32)
+    target_largest, target_where = largest, where
+    for start in range(0, size, block):
+        columns = start + lanes
+        inside = columns < size
+        x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        where = tl.where(x > largest, columns, where)
+        largest = tl.maximum(largest, x)
+        if target_labels:
+            t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            target_where = tl.where(t > target_largest, columns, target_where)
+            target_largest = tl.maximum(target_largest, t)
+    top = tl.max(largest, axis=0)
+    best = tl.min(tl.where(largest == top, where, size), axis=0)
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    if target_labels:
+        label = tl.min(tl.where(target_largest == tl.max(target_largest, axis=0), target_where, size), axis=0)
+    at_label = tl.load(logits_ptr + label).to(tl.float32)
+    tl.debug_barrier()  # everybody has read it before anybody overwrites it
+    total = tl.full([block], 0.0, tl.float32)
+    for start in range(0, size, block):
+        columns = start + lanes
+        inside = columns < size
+        x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        slope = tl.exp(x - top)
+        total += slope
+        if with_slope:
+            if has_softcap:
+                slope *= 1.0 - (x / softcap) * (x / softcap)
+            tl.store(logits_ptr + columns, slope.to(logits_ptr.dtype.element_ty), mask=inside)
+    sum_exp = tl.sum(total, axis=0)
+    tl.store(cross_entropy_ptr + row, tl.log(sum_exp) + top - at_label)
+    tl.store(correct_ptr + row, best == label)
+    if with_slope:
+        at_slope = tl.exp(at_label - top) - sum_exp
+        if has_softcap:
+            at_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
+        tl.store(scale_ptr + row, 1.0 / sum_exp)
+        tl.debug_barrier()  # after the store above that also wrote there
+        tl.store(logits_ptr + label, at_slope.to(logits_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _absorb(x, columns, largest, where, total):  # type: ignore[no-untyped-def]
     """Take x into each lane's largest value, where that was, and its sum of exponentials."""
     larger = x > largest
@@ -37,7 +102,7 @@ def _settle(largest, where, total, size: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _score_rows(  # type: ignore[no-untyped-def]
+def _comparing_rows(  # type: ignore[no-untyped-def]
     logits_ptr,
     target_ptr,
     labels_ptr,
@@ -49,12 +114,12 @@ def _score_rows(  # type: ignore[no-untyped-def]
     variation_weight,
     softcap,
     size: tl.constexpr,
-    compares: tl.constexpr,
     target_labels: tl.constexpr,
     with_slope: tl.constexpr,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
+    """Cross entropy, KL and total variation: both sums of exponentials, then what is compared, then the slope."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * size
     target_ptr += row.to(tl.int64) * size
@@ -68,48 +133,40 @@ def _score_rows(  # type: ignore[no-untyped-def]
         inside = columns < size
         x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
         largest, where, total = _absorb(x, columns, largest, where, total)
-        if compares or target_labels:
-            t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            target_largest, target_where, target_total = _absorb(t, columns, target_largest, target_where, target_total)
+        t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        target_largest, target_where, target_total = _absorb(t, columns, target_largest, target_where, target_total)
     log_sum, best = _settle(largest, where, total, size)
+    target_log_sum, target_best = _settle(target_largest, target_where, target_total, size)
     label = tl.load(labels_ptr + row).to(tl.int32)
-    target_log_sum = 0.0
-    if compares or target_labels:
-        target_log_sum, target_best = _settle(target_largest, target_where, target_total, size)
-        if target_labels:
-            label = target_best
+    if target_labels:
+        label = target_best
     cross_entropy = log_sum - tl.load(logits_ptr + label).to(tl.float32)
     tl.store(cross_entropy_ptr + row, cross_entropy)
     tl.store(correct_ptr + row, best == label)
-    cost = cross_entropy_weight * cross_entropy
-    signed = 0.0
-    if compares:
-        kl, apart, sign_q = zeros, zeros, zeros
-        for start in range(0, size, block):
-            columns = start + lanes
-            inside = columns < size
-            x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32) - log_sum
-            t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32) - target_log_sum
-            q, p = tl.exp(x), tl.exp(t)
-            kl += tl.where(p > 0.0, p * (t - x), 0.0)
-            apart += tl.abs(q - p)
-            sign_q += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-        cost += kl_weight * tl.sum(kl, axis=0) + variation_weight * 0.5 * tl.sum(apart, axis=0)
-        signed = tl.sum(sign_q, axis=0)
-    tl.store(costs_ptr + row, cost)
+    kl, apart, sign_q = zeros, zeros, zeros
+    for start in range(0, size, block):
+        columns = start + lanes
+        inside = columns < size
+        x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32) - log_sum
+        t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32) - target_log_sum
+        q, p = tl.exp(x), tl.exp(t)
+        kl += tl.where(p > 0.0, p * (t - x), 0.0)
+        apart += tl.abs(q - p)
+        sign_q += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+    compared = kl_weight * tl.sum(kl, axis=0) + variation_weight * 0.5 * tl.sum(apart, axis=0)
+    tl.store(costs_ptr + row, cross_entropy_weight * cross_entropy + compared)
+    signed = tl.sum(sign_q, axis=0)
     if with_slope:
         tl.debug_barrier()  # everybody has read before anybody overwrites
         for start in range(0, size, block):
             columns = start + lanes
             inside = columns < size
             x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            q = tl.exp(x - log_sum)
+            t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            q, p = tl.exp(x - log_sum), tl.exp(t - target_log_sum)
+            sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
             slope = cross_entropy_weight * (q - tl.where(columns == label, 1.0, 0.0))
-            if compares:
-                t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-                p = tl.exp(t - target_log_sum)
-                sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
-                slope += kl_weight * (q - p) + variation_weight * 0.5 * q * (sign - signed)
+            slope += kl_weight * (q - p) + variation_weight * 0.5 * q * (sign - signed)
             if has_softcap:
                 slope *= 1.0 - (x / softcap) * (x / softcap)
             tl.store(logits_ptr + columns, slope.to(logits_ptr.dtype.element_ty), mask=inside)
@@ -125,27 +182,23 @@ def score_rows(
 ) -> RowScores:
     """`loss.score_rows` in one launch, on contiguous logits of any float type; the slope takes the logits' place."""
     rows, size = logits.shape
-    cross_entropy, costs = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
-    correct = torch.empty(rows, device=logits.device, dtype=torch.bool)
     if rule.needs_target and target_logits is None:
         raise RuntimeError("this loss looks at the target's logits, and was given none")
-    _score_rows[(rows,)](
-        logits,
-        logits if target_logits is None else target_logits,
-        labels_R,
-        cross_entropy,
-        costs,
-        correct,
-        rule.cross_entropy,
-        rule.kl,
-        rule.total_variation,
-        1.0 if softcap is None else softcap,
-        size=size,
-        compares=rule.compares,
-        target_labels=rule.target_labels,
-        with_slope=with_slope,
-        has_softcap=softcap is not None,
-        block=min(BLOCK, triton.next_power_of_2(size)),
-        num_warps=WARPS,
-    )
-    return cross_entropy, costs, correct, logits
+    target = logits if target_logits is None else target_logits
+    cross_entropy, other = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
+    correct = torch.empty(rows, device=logits.device, dtype=torch.bool)
+    given = (logits, target, labels_R, cross_entropy, other, correct)
+    cap = 1.0 if softcap is None else softcap
+    options = {
+        "size": size,
+        "target_labels": rule.target_labels,
+        "with_slope": with_slope,
+        "has_softcap": softcap is not None,
+        "block": min(BLOCK, triton.next_power_of_2(size)),
+        "num_warps": WARPS,
+    }
+    if rule.compares:
+        _comparing_rows[(rows,)](*given, rule.cross_entropy, rule.kl, rule.total_variation, cap, **options)
+        return cross_entropy, other, correct, logits, None
+    _cross_entropy_rows[(rows,)](*given, cap, **options)
+    return cross_entropy, rule.cross_entropy * cross_entropy, correct, logits, rule.cross_entropy * other

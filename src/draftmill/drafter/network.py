@@ -101,11 +101,18 @@ class DrafterLayer(nn.Module):
         x: torch.Tensor,
         angles: Angles,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        drafted: int | None = None,
     ) -> torch.Tensor:
-        """x [Q, H] -> [Q, H]; `attend` gets the block tokens' q, k, v and adds the context's part itself."""
+        """x [Q, H] -> [Q, H]; `attend` gets the block tokens' q, k, v and adds the context's part itself.
+
+        drafted: the block size K where only slots 1..K-1 of each block are wanted, which makes it [A*(K-1), H].
+        """
         hidden = self.input_layernorm(x)
         attended = attend(self.self_attn.queries(hidden, angles), *self.self_attn.keys_values(hidden, angles))
-        x = x + self.self_attn.o_proj(attended.flatten(-2))
+        attended = attended.flatten(-2)
+        if drafted is not None:
+            x, attended = (part.unflatten(0, (-1, drafted))[:, 1:].flatten(0, 1) for part in (x, attended))
+        x = x + self.self_attn.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -138,23 +145,35 @@ class Drafter(nn.Module):
         embeddings_QH: torch.Tensor,
         positions_Q: torch.Tensor,
         attention: Attention,
+        drafted_only: bool = False,
     ) -> torch.Tensor:
         """All blocks of a batch at once.
 
         features_TF [T, L*H] and positions_T [T] of the context slots; embeddings_QH [A*K, H] and positions_Q [A*K] of
         the block tokens; `attention` over keys [context | blocks]. Returns normed hidden states [A*K, H], ready for
-        the target's head.
+        the target's head; with `drafted_only` those of slots 1..K-1, [A*(K-1), H]: in the last layer a block's given
+        token is a key and a value and nothing else.
         """
         context = self.context(features_TF)
         context_angles, block_angles = self.rotary(positions_T), self.rotary(positions_Q)
-        x = embeddings_QH
+        x, last = embeddings_QH, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            drafted = self.shape.block_size if drafted_only and index == last else None
             if self.checkpoint_activations and self.training:
                 x = checkpoint(
-                    self._layer, index, layer, x, context, context_angles, block_angles, attention, use_reentrant=False
+                    self._layer,
+                    index,
+                    layer,
+                    x,
+                    context,
+                    context_angles,
+                    block_angles,
+                    attention,
+                    drafted,
+                    use_reentrant=False,
                 )
             else:
-                x = self._layer(index, layer, x, context, context_angles, block_angles, attention)
+                x = self._layer(index, layer, x, context, context_angles, block_angles, attention, drafted)
         return self.norm(x)
 
     def _layer(
@@ -166,12 +185,13 @@ class Drafter(nn.Module):
         context_angles: Angles,
         block_angles: Angles,
         attention: Attention,
+        drafted: int | None,
     ) -> torch.Tensor:
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             context_k, context_v = layer.self_attn.keys_values(context, context_angles)
             return attention(index, q, torch.cat([context_k, k]), torch.cat([context_v, v]))
 
-        return layer(x, block_angles, attend)
+        return layer(x, block_angles, attend, drafted)
 
     def new_cache(self, capacity: int, device: torch.device | str, dtype: torch.dtype) -> DrafterCache:
         """An empty cache of context keys and values for decoding one sequence of at most `capacity` tokens."""

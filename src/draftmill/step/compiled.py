@@ -62,5 +62,5 @@ class CompiledStep(EagerStep):
             self.score(hidden, num_scored, num_blocks, with_slope=False)
 
     def trunk(self) -> torch.Tensor:
-        """Static inputs -> hidden states [A*K, H]."""
+        """Static inputs -> hidden states of slots 1..K-1, [A*(K-1), H]."""
         return self._trunk(self)

@@ -96,13 +96,22 @@ def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -
     hidden, head = shape.hidden_size, shape.head_dim
     queries, keys = shape.num_heads * head, shape.num_kv_heads * head
     keys_values = 2 * hidden * keys
-    layer = keys_values + 2 * hidden * queries + 3 * hidden * shape.intermediate_size
+    projections = keys_values + hidden * queries
+    rest = hidden * queries + 3 * hidden * shape.intermediate_size
+    drafted = work.block_tokens * (shape.block_size - 1) // shape.block_size
     return StepFlops(
         context=float(
             work.context_tokens
             * (TRAINED_ON_INPUTS * shape.feature_size * hidden + TRAINED * shape.num_layers * keys_values)
         ),
-        blocks=float(TRAINED * work.block_tokens * shape.num_layers * layer),
+        blocks=float(
+            TRAINED
+            * (
+                work.block_tokens * (shape.num_layers * projections + (shape.num_layers - 1) * rest)
+                # In the last layer a block's given token is a key and a value and nothing else.
+                + drafted * rest
+            )
+        ),
         attention=float(ATTENTION * work.pairs * queries),
         head=float((FROZEN + (TARGET if with_target else 0)) * work.scored_rows * hidden * shape.vocab_size),
     )

@@ -50,7 +50,7 @@ class GraphedStep(CompiledStep):
 
         def backward() -> None:
             assert self._hidden is not None
-            self._hidden.backward(self.state.slope_QH)
+            self._hidden.backward(self.state.slope_RH[:-1])
 
         self._record("first", first)
         for index in range(self.num_chunks):

@@ -37,6 +37,7 @@ class StepState:
 
     features_TF  [T, L*H], the compute type; blocks: static inputs, overwritten by `load`
     last_TH      [T, H], the compute type; the target's last hidden state where the rule needs it, else [0, H]
+    slope_RH     [A*(K-1) + 1, H], the compute type: d(loss)/d(hidden) of slots 1..K-1, and a last row for fillers
     sums         float32 [4 + 2K], all of it added over drafters; its parts, each counted since `begin`:
       totals     [2]: sum of w*cost and sum of w
       tokens     [2]: context tokens and supervised slots
@@ -57,12 +58,12 @@ class StepState:
         self.head = head.to(device, dtype)
         self.flat = FlatParameters(drafter, device, dtype)
         size, blocks = drafter.shape, drafter.shape.block_size
-        rows = shape.anchor_slots * blocks
+        drafted = shape.anchor_slots * (blocks - 1)
         self.features_TF = torch.zeros(shape.context_slots, size.feature_size, device=device, dtype=dtype)
         last = shape.context_slots if rule.needs_target else 0
         self.last_TH = torch.zeros(last, size.hidden_size, device=device, dtype=dtype)
         self.blocks = Blocks.empty(shape.context_slots, shape.anchor_slots, device)
-        self.slope_QH = torch.zeros(rows, size.hidden_size, device=device, dtype=dtype)
+        self.slope_RH = torch.zeros(drafted + 1, size.hidden_size, device=device, dtype=dtype)
         self.correct_AK = torch.zeros(shape.anchor_slots, blocks, device=device, dtype=torch.bool)
         self.sums = torch.zeros(4 + 2 * blocks, device=device)
         self.totals, self.tokens, self.correct_K, self.scored_K = self.sums.split([2, 2, blocks, blocks])
