@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from draftmill.config import TrainConfig
-from draftmill.drafter.loss import LossRule, block_tokens, d_pace_weights, loss_chunk, target_places
+from draftmill.drafter.loss import LossRule, block_tokens, d_pace_weights, loss_chunk, score_rows, target_places
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
@@ -125,21 +125,40 @@ def test_far_logits_give_finite_costs_and_slopes() -> None:
     assert costs.min() > 50.0
 
 
-def test_half_precision_stays_near_float32() -> None:
+@pytest.mark.parametrize(("name", "allowed"), [("kl", 3e-2), ("total variation", 1e-1), ("all three", 5e-2)])
+def test_half_precision_stays_near_float32(name: str, allowed: float) -> None:
     """bfloat16 on a CPU, where logits are not widened; what differs is mostly their own rounding."""
-    generator = torch.Generator().manual_seed(3)
-    hidden, target_hidden = torch.randn(2, 64, HIDDEN, generator=generator)
+    generator, rule = torch.Generator().manual_seed(3), RULES[name]
+    rounded = head_of("plain", torch.bfloat16)
+    exact = TargetHead(rounded.embedding_VH.float(), rounded.head_VH.float())
+    hidden, target_hidden = torch.randn(2, 64, HIDDEN, generator=generator).bfloat16()
     labels, weights = torch.randint(VOCABULARY, (64,), generator=generator), torch.ones(64)
-    exact, rounded = head_of("plain", torch.float32), head_of("plain", torch.bfloat16)
-    for name, allowed in (("kl", 3e-2), ("total variation", 1e-1), ("all three", 5e-2)):
-        rule = RULES[name]
-        with torch.no_grad():
-            costs, _, _, slope = loss_chunk(
-                hidden.bfloat16(), target_hidden.bfloat16(), rounded, labels, weights, rule, SLOTS
-            )
-            expected, _, _, expected_slope = loss_chunk(hidden, target_hidden, exact, labels, weights, rule, SLOTS)
-        assert float(costs.mean()) == pytest.approx(float(expected.mean()), rel=1e-2)
-        assert float((slope.float() - expected_slope).norm() / expected_slope.norm()) < allowed
+    with torch.no_grad():
+        costs, _, _, slope = loss_chunk(hidden, target_hidden, rounded, labels, weights, rule, SLOTS)
+        expected, _, _, expected_slope = loss_chunk(
+            hidden.float(), target_hidden.float(), exact, labels, weights, rule, SLOTS
+        )
+    assert float(costs.mean()) == pytest.approx(float(expected.mean()), rel=1e-2)
+    assert float((slope.float() - expected_slope).norm() / expected_slope.norm()) < allowed
+
+
+@pytest.mark.parametrize("sharp", ["target", "drafter"])
+def test_total_variation_keeps_its_slope_in_half_precision(sharp: str) -> None:
+    """One distribution flat and one sharp, as at a run's start: small differences of masses near 0 and near 1.
+
+    The same logits in both types, so that nothing but the loss's own arithmetic differs.
+    """
+    generator = torch.Generator().manual_seed(3)
+    flat = (0.1 * torch.randn(16, 4096, generator=generator)).bfloat16()
+    peaked = (0.1 * torch.randn(16, 4096, generator=generator)).bfloat16()
+    peaked[:, 7] = 14.0
+    logits, target_logits = (flat, peaked) if sharp == "target" else (peaked, flat)
+    labels, rule = torch.zeros(16, dtype=torch.int64), RULES["total variation"]
+    with torch.no_grad():
+        slope = score_rows(logits.clone(), target_logits.clone(), labels, rule, None, True)[3].float()
+        expected = score_rows(logits.float(), target_logits.float(), labels, rule, None, True)[3]
+    for part in (slice(7, 8), slice(8, None)):
+        assert float((slope[:, part] - expected[:, part]).norm() / expected[:, part].norm()) < 4e-2
 
 
 def test_the_place_that_predicts_a_slots_token() -> None:
@@ -199,14 +218,18 @@ def state_of(rule: LossRule, chunk_rows: int = 6) -> StepState:
     return state
 
 
+def hidden_of(state: StepState) -> torch.Tensor:
+    """The drafter's hidden states [A, K, H], with their graph."""
+    ids, positions = block_tokens(state.blocks, BLOCK, MASK)
+    attention = EagerStep(state).attention(state.blocks)
+    given = state.features_TF, state.blocks.positions_T, state.head.embed(ids), positions
+    return state.drafter(*given, attention).view(-1, BLOCK, HIDDEN)
+
+
 def by_hand(state: StepState, last_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Numerator, with its graph, denominator, and right slots: block by block, slot by slot, token by token."""
     rule, blocks, head = state.rule, state.blocks, state.head
-    ids, positions = block_tokens(blocks, BLOCK, MASK)
-    step = EagerStep(state)
-    hidden = state.drafter(
-        state.features_TF, blocks.positions_T, head.embed(ids), positions, step.attention(blocks)
-    ).view(-1, BLOCK, HIDDEN)
+    hidden = hidden_of(state)
     numerator, denominator, right = torch.zeros(()), torch.zeros(()), [0] * BLOCK
     for block, (anchor, slots) in enumerate(zip(ANCHORS, SUPERVISED, strict=True)):
         costs, confidences = [], []
@@ -363,8 +386,6 @@ def test_specforges_distance_and_its_choice_of_place() -> None:
     )
     rule = RULES["total variation"]
     state = state_of(rule)
-    step = EagerStep(state)
-    hidden = step.trunk()
     blocks, head, used = state.blocks, state.head, len(ANCHORS)
     slots = torch.arange(1, BLOCK)
     places = blocks.anchors_A[:used].long()[:, None] + slots
@@ -383,12 +404,12 @@ def test_specforges_distance_and_its_choice_of_place() -> None:
     weights = (torch.exp(-(slots - 1) / rule.gamma) * supervised)[None]
     terms = model._dspark_objective_chunk_terms(
         peer,
-        hidden.view(1, -1, BLOCK, HIDDEN)[:, :used, 1:],
+        hidden_of(state)[None, :used, 1:],
         blocks.tokens_T[safe],
         blocks.tokens_T[safe],
         weights,
         supervised[None],
         aligned,
     )
-    step.run(sum(SUPERVISED), used)
+    EagerStep(state).run(sum(SUPERVISED), used)
     assert float(state.totals[0]) == pytest.approx(float(terms[1].detach()) / 2, rel=1e-5)
