@@ -139,34 +139,138 @@ def measure(setup: Setup) -> Costs:
 
     Raises InputError for a target that can't be loaded or does not fit.
     """
-    sizes = batch_sizes(setup.plan, setup.store.lengths)
-    chosen = {bucket: sizes.middle(bucket) for bucket in sizes.buckets}
-    worst = sizes.largest()
-    batches = _read(setup, list(dict.fromkeys([worst, *chosen.values()])))
-    group, drafter_device = setup.placement.targets[0], setup.placement.drafters[0]
+    chosen = Chosen.of(setup)
+    group, device = setup.placement.targets[0], setup.placement.drafters[0]
     with on_own_stream(group[-1]):
-        target = _measure_target(setup, batches, worst)
-    with on_own_stream(drafter_device):
-        drafter = _measure_drafter(setup, target.head, batches, worst)
-    name = platform.processor() or platform.machine()
-    memory = None
-    if drafter_device.type == "cuda":
-        name = torch.cuda.get_device_name(drafter_device)
-        memory = torch.cuda.get_device_properties(drafter_device).total_memory
-    return Costs(
-        device=name,
-        device_bytes=memory,
-        group=len(group),
-        buckets=tuple(
-            BucketCost(bucket, int(batches[index].tokens_BS.numel()), target.seconds[index], drafter.seconds[index])
-            for bucket, index in chosen.items()
-        ),
-        update_s=drafter.update_s,
-        target_bytes=target.num_bytes,
-        drafter_bytes=drafter.num_bytes,
-        target_step=target.step,
-        drafter_step=drafter.step,
+        _forget_peaks(group)
+        head, target_s, target_bytes, target_step = _loaded_and_timed(setup, chosen)
+    with on_own_stream(device):
+        _forget_peaks([device])
+        try:
+            replica = build_replica(setup, Loaded([], head, None), device, _logger)
+            drafter_s, update_s = time_drafter(setup, replica, chosen)
+        except torch.OutOfMemoryError:
+            raise InputError(str(StepDoesNotFit(setup, device))) from None
+        drafter_bytes, drafter_step = _peak([device]), replica.report
+    return costs_of(
+        setup,
+        chosen,
+        target_s,
+        drafter_s,
+        update_s,
+        target_bytes=target_bytes,
+        drafter_bytes=drafter_bytes,
+        target_step=target_step,
+        drafter_step=drafter_step,
     )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The batches that costs are measured on: the largest, and of each length bucket that of middle size.
+
+    batches   by index in the first epoch, on the host
+    worst     index of the largest
+    buckets   length bucket -> index
+    """
+
+    batches: dict[int, HostBatch]
+    worst: int
+    buckets: dict[int, int]
+
+    @classmethod
+    def of(cls, setup: Setup) -> Chosen:
+        """Read them."""
+        sizes = batch_sizes(setup.plan, setup.store.lengths)
+        buckets, worst = {bucket: sizes.middle(bucket) for bucket in sizes.buckets}, sizes.largest()
+        return cls(_read(setup, list(dict.fromkeys([worst, *buckets.values()]))), worst, buckets)
+
+
+def costs_of(
+    setup: Setup,
+    chosen: Chosen,
+    target_s: dict[int, float],
+    drafter_s: dict[int, float],
+    update_s: float,
+    **of_costs: Any,
+) -> Costs:
+    """Costs from seconds by batch index; `of_costs` gives bytes and ways of running, as in Costs."""
+    device = setup.placement.drafters[0]
+    cuda = device.type == "cuda"
+    return Costs(
+        device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        device_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        group=len(setup.placement.targets[0]),
+        buckets=tuple(
+            BucketCost(bucket, int(chosen.batches[index].tokens_BS.numel()), target_s[index], drafter_s[index])
+            for bucket, index in chosen.buckets.items()
+        ),
+        update_s=update_s,
+        **of_costs,
+    )
+
+
+def time_target(setup: Setup, replica: TapsReplica, chosen: Chosen, timed_runs: int = TIMED_RUNS) -> dict[int, float]:
+    """Seconds of a forward and its features packed, by batch index, in this thread; the largest batch runs first.
+
+    Raises DoesNotFit.
+    """
+    device = replica.target.output_device
+    features = torch.zeros(setup.step_shape.context_slots, setup.carried_size, device=device, dtype=setup.dtype)
+
+    def forward(batch: HostBatch) -> None:
+        taps = replica.forward(batch)
+        pack(taps, batch.source_T.to(device, non_blocking=True), features)
+
+    with torch.no_grad():
+        forward(chosen.batches[chosen.worst])
+        return {
+            index: _median(lambda b=batch: forward(b), device, timed_runs)  # type: ignore[misc]
+            for index, batch in chosen.batches.items()
+        }
+
+
+def time_drafter(
+    setup: Setup, replica: Replica, chosen: Chosen, timed_runs: int = TIMED_RUNS
+) -> tuple[dict[int, float], float]:
+    """Seconds of a step without its update by batch index, and of the update, in this thread; features are random.
+
+    Beside the replica lie the slots of its channel, as in a run. Raises OutOfMemoryError.
+    """
+    device = replica.state.device
+    size = setup.step_shape.context_slots, setup.carried_size
+    slots = [Slot(*size, device, setup.dtype) for _ in range(num_slots(setup))]
+    for slot in slots:
+        slot.features_TF.normal_()
+
+    def step(batch: HostBatch) -> None:
+        slots[0].batch = batch
+        replica.begin()
+        replica.load(slots[0], 0)
+        replica.accumulate()
+
+    step(chosen.batches[chosen.worst])
+    seconds = {
+        index: _median(lambda b=batch: step(b), device, timed_runs)  # type: ignore[misc]
+        for index, batch in chosen.batches.items()
+    }
+    replica.begin()
+    return seconds, _median(lambda: replica.update(0), device, timed_runs)
+
+
+def _loaded_and_timed(setup: Setup, chosen: Chosen) -> tuple[TargetHead, dict[int, float], int | None, str]:
+    """A target read for it: its head, seconds by batch, bytes at the peak, and how it ran."""
+    settings, group = setup.config.target, setup.placement.targets[0]
+    source = TargetSource(settings.model, settings.dtype, settings.revision, settings.trust_remote_code)
+    first = source.read(group)
+    head = first.head()
+    target = source.place(first, group, setup.last_layer, move=True)
+    replica = TapsReplica(target, setup.taps, settings.step, setup.config.data.batching == "packed")
+    try:
+        seconds = time_target(setup, replica, chosen)
+    except DoesNotFit as error:
+        raise InputError(str(error)) from None
+    return head, seconds, _peak(group), replica.report
 
 
 def _read(setup: Setup, indices: list[int]) -> dict[int, HostBatch]:
@@ -190,83 +294,6 @@ def _read(setup: Setup, indices: list[int]) -> dict[int, HostBatch]:
     return {batch.index: batch for batch in read if batch is not None}
 
 
-@dataclass(frozen=True)
-class _Target:
-    """What was measured of a target: seconds by batch, and what the drafter needs of it."""
-
-    head: TargetHead
-    seconds: dict[int, float]
-    num_bytes: int | None
-    step: str
-
-
-def _measure_target(setup: Setup, batches: dict[int, HostBatch], worst: int) -> _Target:
-    settings, group = setup.config.target, setup.placement.targets[0]
-    device = group[-1]
-    _forget_peaks(group)
-    source = TargetSource(settings.model, settings.dtype, settings.revision, settings.trust_remote_code)
-    first = source.read(group)
-    head = first.head()
-    packed = setup.config.data.batching == "packed"
-    target = source.place(first, group, setup.last_layer, move=True)
-    replica = TapsReplica(target, setup.taps, settings.step, packed)
-    size = setup.step_shape.context_slots, setup.carried_size
-    features = torch.zeros(size, device=device, dtype=setup.dtype)
-
-    def forward(batch: HostBatch) -> None:
-        taps = replica.forward(batch)
-        pack(taps, batch.source_T.to(device, non_blocking=True), features)
-
-    with torch.no_grad():
-        try:
-            forward(batches[worst])
-        except DoesNotFit as error:
-            raise InputError(str(error)) from None
-        seconds = {index: _median(lambda b=batch: forward(b), device) for index, batch in batches.items()}  # type: ignore[misc]
-    return _Target(head, seconds, _peak(group), replica.report)
-
-
-@dataclass(frozen=True)
-class _Drafter:
-    """What was measured of a drafter: seconds by batch."""
-
-    seconds: dict[int, float]
-    update_s: float
-    num_bytes: int | None
-    step: str
-
-
-def _measure_drafter(setup: Setup, head: TargetHead, batches: dict[int, HostBatch], worst: int) -> _Drafter:
-    device = setup.placement.drafters[0]
-    _forget_peaks([device])
-    try:
-        replica, slots = _build_drafter(setup, head, device)
-    except torch.OutOfMemoryError:
-        raise InputError(str(StepDoesNotFit(setup, device))) from None
-
-    def step(batch: HostBatch) -> None:
-        slots[0].batch = batch
-        replica.begin()
-        replica.load(slots[0], 0)
-        replica.accumulate()
-
-    step(batches[worst])
-    seconds = {index: _median(lambda b=batch: step(b), device) for index, batch in batches.items()}  # type: ignore[misc]
-    replica.begin()
-    update_s = _median(lambda: replica.update(0), device)
-    return _Drafter(seconds, update_s, _peak([device]), replica.report)
-
-
-def _build_drafter(setup: Setup, head: TargetHead, device: torch.device) -> tuple[Replica, list[Slot]]:
-    """A drafter with its channel's slots, whose features are random."""
-    replica = build_replica(setup, Loaded([], head, None), device, _logger)
-    size = setup.step_shape.context_slots, setup.carried_size
-    slots = [Slot(*size, device, setup.dtype) for _ in range(num_slots(setup))]
-    for slot in slots:
-        slot.features_TF.normal_()
-    return replica, slots
-
-
 def _forget_peaks(devices: Sequence[torch.device]) -> None:
     """Free what was measured before, and count peaks from here on."""
     gc.collect()
@@ -283,5 +310,5 @@ def _peak(devices: Sequence[torch.device]) -> int | None:
     return max(found) if found else None
 
 
-def _median(work: Callable[[], object], device: torch.device) -> float:
-    return statistics.median(timed(work, device, TIMED_RUNS, warm_ups=1))
+def _median(work: Callable[[], object], device: torch.device, timed_runs: int) -> float:
+    return statistics.median(timed(work, device, timed_runs, warm_ups=1))
