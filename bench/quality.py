@@ -86,6 +86,7 @@ def main() -> None:
 
         options.target = str(tiny_target(options.work / "target"))
     last: dict[str, Any] | None = None
+    failures: list[str] = []
     try:
         if options.worker is not None:
             index, count = (int(part) for part in options.worker.split("/"))
@@ -94,11 +95,16 @@ def main() -> None:
         stages = STAGES if "all" in options.stage else [stage for stage in STAGES if stage in options.stage]
         for stage in stages:
             started = time.perf_counter()
-            last = LEADS[stage](options)
+            try:
+                last = LEADS[stage](options)
+            except RuntimeError as problem:  # of some runs, not of all: the others are evaluated and reported
+                failures.append(f"{stage}: {problem}")
+                print(f"{stage} failed: {problem}", flush=True)
             print(f"{stage}: {time.perf_counter() - started:.1f} s", flush=True)
     except InputError as problem:
         sys.exit(f"quality: error: {problem}")
-    print(json.dumps(last or {"bench": "quality", "stages": stages, "work": str(options.work)}))
+    print(json.dumps({**(last or {"bench": "quality", "stages": stages}), "failures": failures}))
+    sys.exit(bool(failures))
 
 
 def lead_data(options: argparse.Namespace) -> None:
@@ -118,7 +124,10 @@ def lead_data(options: argparse.Namespace) -> None:
         return
     from quality_data import read_parts
 
-    start_workers(options, "data", max(1, num_gpus(options)))
+    try:
+        start_workers(options, "data", max(1, num_gpus(options)))
+    except RuntimeError as problem:
+        raise InputError(str(problem)) from problem  # nothing can follow
     rows, items, counted = read_parts(paths)
     store = store_from_chats(settings, paths, options.target, rows)
     facts = {
@@ -160,7 +169,7 @@ LEADS: dict[str, Any] = {"data": lead_data, "train": lead_train, "evaluate": lea
 def start_workers(options: argparse.Namespace, stage: str, count: int) -> None:
     """Run a stage in `count` processes, spread over the GPUs, each seeing one as its only one; wait for all.
 
-    One process without a GPU is this one. Raises InputError where one fails, once all have ended.
+    One process without a GPU is this one. Raises RuntimeError where one fails, once all have ended.
     """
     gpus = num_gpus(options)
     if count == 1 and not gpus:
@@ -180,7 +189,7 @@ def start_workers(options: argparse.Namespace, stage: str, count: int) -> None:
         processes.append(subprocess.Popen([*command, "--worker", f"{index}/{count}"], env=environment))
     codes = [process.wait() for process in processes]
     if any(codes):
-        raise InputError(f"{sum(map(bool, codes))} of {count} processes of stage {stage} failed; see above")
+        raise RuntimeError(f"{sum(map(bool, codes))} of {count} processes of stage {stage} failed; see above")
 
 
 def work(options: argparse.Namespace, stage: str, index: int, count: int) -> None:

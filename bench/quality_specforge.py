@@ -11,6 +11,7 @@ our own runs, the rate follows the time, which its scheduler would do by a numbe
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from typing import Any
@@ -30,7 +31,7 @@ from step_peers import qwen3_config
 
 SETTINGS = TrainConfig(lr=6e-4, warmup_share=0.04, schedule="cosine", clip=1.0, gamma=7.0, num_anchors=512)
 _ROUND_TO = 64
-_WARM_UP_STEPS = 12
+_WARM_UP_STEPS = 40  # its kernels are compiled anew for the first few widths that its batches come in
 
 
 class Contender:
@@ -62,10 +63,13 @@ class Contender:
         self._wait()
         training.clock.start()
         course.build_s = time.perf_counter() - started
+        took_s: list[float] = []
+        now = 0.0
         for batch in self._batches(seed, rows, None):
             losses.append(training.step(batch))
             course.steps += 1
-            now = training.clock.now()  # its anchors' count is read back in every step, so the host is not ahead
+            before, now = now, training.clock.now()  # a count is read back in each step, so the host is not far ahead
+            took_s.append(now - before)
             if now >= seconds:
                 break
             if len(due) > 1 and now >= due[0] * seconds:
@@ -74,6 +78,8 @@ class Contender:
         self._wait()
         course.seconds = training.clock.now()
         course.kept.append(training.kept(due.popleft(), course.steps))
+        slowest = ", ".join(f"{one:.2f}" for one in sorted(took_s)[-5:])
+        course.notes.append(f"step: median {1000 * statistics.median(took_s):.1f} ms, slowest {slowest} s")
         course.context_tokens = round(course.steps * rows * self.mean_length)
         course.loss = float(torch.stack(list(losses)).mean())
         return course

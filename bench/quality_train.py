@@ -4,7 +4,7 @@
     runs/NAME-SEED/half, final      weights in z-lab layout, for `draftmill evaluate` and the evaluate stage
     runs.jsonl                      the results, a line each, in the order in which they came
 
-A run that has a result is not trained again.
+A run that has a line in runs.jsonl is not trained again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -79,8 +80,9 @@ def train_all(
     jobs = [Job(recipe, seed) for seed in settings.seeds for recipe in chosen(names)]
     runs = _Runs(settings, paths, target, device, overrides, tiny=tiny)
     failures: list[str] = []
+    done = {(line["recipe"], line["seed"]) for line in read_lines(paths.runs_file) if "points" in line}
     for job in assigned(jobs, settings, *place):
-        if (paths.runs / job.name / "run.json").exists():
+        if (job.recipe.name, job.seed) in done:
             continue
         ends = time.perf_counter() - started + settings.seconds * job.recipe.share + _AROUND_S
         if stop_after is not None and ends > stop_after:
@@ -92,7 +94,7 @@ def train_all(
             runs.unavailable(job, str(problem))
         except Exception as error:
             failures.append(f"{job.name}: {type(error).__name__}: {error}")
-            print(f"train {job.name} failed: {type(error).__name__}: {error}", flush=True)
+            traceback.print_exc()
             runs.forget()
     if failures:
         raise RuntimeError("; ".join(failures))

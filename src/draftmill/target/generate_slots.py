@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -274,8 +275,9 @@ def slot_attention(
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise RuntimeError("attention by slots takes no mask, no softcap and no sinks")
     slots, heads, _, dim = query.shape
-    grouped = query.view(slots, key.shape[1], heads // key.shape[1], dim)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=slot_masks[sliding_window], scale=scaling)
+    grouped = query.reshape(slots, key.shape[1], heads // key.shape[1], dim)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # cuDNN would plan anew for every shape
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=slot_masks[sliding_window], scale=scaling)
     return out.reshape(slots, 1, heads, out.shape[-1]), None
 
 
