@@ -37,6 +37,7 @@ from draftmill.drafter.shape import default_layer_ids
 from draftmill.step.bench import matmul_tflops, on_own_stream, pick_device, wait_for
 from draftmill.target.attention import Packing, packing_of
 from draftmill.target.attention_check import prepare_packing
+from draftmill.target.float8 import check_float8, quantize_layers
 from draftmill.target.model import Target
 from draftmill.target.step import EagerForward, Forward, first_line, largest_difference
 from draftmill.target.step_compiled import CompiledForward
@@ -222,6 +223,9 @@ def race(options: argparse.Namespace, ceiling: float) -> dict[str, Any]:
         raise SystemExit(f"{type(target.model).__name__} does not attend by document")
     by_document = target.decoder.config._attn_implementation
     weights = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    if options.quantize:
+        check_float8([options.device])
+        say(f"{quantize_layers(target)} layers in {options.quantize}, out of {weights / GIB:.2f} GiB in all")
     say(f"{len(target.layers)} layers, {weights / GIB:.2f} GiB, {plain} attention, taps {list(layer_ids)}")
     results: dict[str, Any] = {"weights_gib": round(weights / GIB, 2), "sizes": {}}
     row = max(length for _, length in options.all_sizes.values())
@@ -299,6 +303,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=(*PADDED, *PACKED))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--num-taps", type=int, default=5)
+    parser.add_argument("--quantize", choices=("float8",), help="the layers in it, for everybody")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender, two timed runs a turn")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", help="file for the result, besides the last line")

@@ -54,6 +54,8 @@ class TargetConfig(_Section):
     """One frozen replica a device; an inner list spreads one replica over several devices."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """Weights and activations of the target; auto keeps what the checkpoint says."""
+    quantize: Literal["float8"] | None = None
+    """float8: the layers' products in it, by the package torchao, on GPUs that can; null leaves the weights alone."""
     step: StepChoice = "auto"
     """How the target's forward runs."""
     trust_remote_code: bool = False

@@ -9,6 +9,7 @@ import torch
 
 from draftmill.target.attention import DOCUMENTS, Packing, packing_of
 from draftmill.target.features import TapsReplica
+from draftmill.target.float8 import quantize_layers
 from draftmill.target.model import Target
 from draftmill.target.spread import spread
 from draftmill.target.step import EagerForward, build_forward, largest_difference
@@ -296,3 +297,26 @@ def test_the_first_device_goes_on_while_the_second_works() -> None:
     forward.run(tokens, None)
     first_half_done.synchronize()
     assert not second_half_done.query()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_float8_layers_are_near_bfloat16(how: str) -> None:
+    """Every linear layer of the decoder layers is replaced, embedding and head stay, and the features are near."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    tokens = random_tokens(4, 64).cuda()
+    plain, rounded = cut("qwen3"), cut("qwen3")
+    before = {name for name, module in rounded.layers.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert quantize_layers(rounded) == len(before) > 0
+    assert rounded.dtype is torch.bfloat16
+    found = []
+    for target in (plain, rounded):
+        if how == "eager":
+            found.append(EagerForward(target, TAPS).run(tokens, None))
+            continue
+        forward = CompiledForward(target, TAPS)
+        forward.apply()
+        found.append(forward.run(tokens, None))
+        forward.undo()
+    for ours, expected in zip(found[1], found[0], strict=True):
+        difference = (ours.float() - expected.float()).norm() / expected.float().norm()
+        assert 0 < difference < 0.1

@@ -229,3 +229,22 @@ def test_a_target_too_large_for_its_device_says_what_to_do(tmp_path: Path, monke
     monkeypatch.setattr(Target, "replica", full)
     with pytest.raises(InputError, match=r"does not fit into the memory of cpu; spread it over several devices"):
         source.place(first, [CPU], TAPS[-1])
+
+
+def test_float8_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TargetSource(saved(tmp_path, "llama"), quantize="float8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    with pytest.raises(InputError, match="needs the package torchao; pip install torchao"):
+        source.read([torch.device("cpu")])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
+    with pytest.raises(InputError, match=r"compute capability 8\.9 or higher, got cpu; leave target\.quantize out"):
+        source.read([torch.device("cpu")])
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
+    folder = Path(saved(tmp_path, "llama"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="is quantized as it is"):
+        TargetSource(str(folder), quantize="float8").read([torch.device("cpu")])

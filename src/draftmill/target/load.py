@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from draftmill.errors import InputError
+from draftmill.target.float8 import check_float8, quantize_layers
 from draftmill.target.model import Target
 from draftmill.target.spread import connect, parts_of, spread
 
@@ -71,6 +72,8 @@ class TargetSource:
     dtype: str = "bfloat16"
     revision: str | None = None
     trust_remote_code: bool = False
+    quantize: str | None = None
+    """float8: the layers are put into it on their devices."""
 
     def config(self) -> Any:
         """The target's Hugging Face configuration. Raises InputError."""
@@ -82,6 +85,12 @@ class TargetSource:
         Raises InputError.
         """
         config = self.config()
+        if self.quantize is not None:
+            if is_quantized(config):
+                raise InputError(
+                    f"target {self.model!r} is quantized as it is; leave target.quantize: {self.quantize} out"
+                )
+            check_float8(devices)
         if not is_quantized(config):
             return Target(self._load(config, dtype=DTYPES[self.dtype]))
         return self._read_quantized(config, devices)
@@ -101,13 +110,20 @@ class TargetSource:
         if is_quantized(first.config):
             return first
         try:
-            if len(devices) > 1:
-                return spread(first, devices)
-            if not move:
-                return first.replica(devices[0])
-            first.model.to(devices[0])
+            placed = self._copy(first, devices, move)
+            if self.quantize is not None:
+                quantize_layers(placed)
         except torch.OutOfMemoryError:
             raise self._too_large(devices) from None
+        return placed
+
+    @staticmethod
+    def _copy(first: Target, devices: Sequence[torch.device], move: bool) -> Target:
+        if len(devices) > 1:
+            return spread(first, devices)
+        if not move:
+            return first.replica(devices[0])
+        first.model.to(devices[0])
         return first
 
     def _read_quantized(self, config: Any, devices: Sequence[torch.device]) -> Target:
