@@ -58,7 +58,9 @@ def test_trained_evaluated_and_exported(run_yaml: Path, tmp_path: Path, name: st
         assert 0.0 < losses[-1] < losses[0] < 1.0
     assert command("export", run, "--layout", "zlab", "--output", tmp_path / "export") == 0
     recipe = (tmp_path / "export" / "README.md").read_text()
-    assert "loss" in recipe
+    config = load_config(run / "config.yaml")
+    for setting in ("loss", "slot_weights", "labels"):
+        assert f"train.{setting}: {getattr(config.train, setting)}" in recipe
 
 
 def test_packed_rows_several_devices_draws_and_accumulation(run_yaml: Path, tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ _RECIPE = {
         "clip",
         "ema_decay",
         "loss",
+        "slot_weights",
+        "labels",
         "gamma",
         "num_anchors",
         "anchor_draws",
