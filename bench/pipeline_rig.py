@@ -87,6 +87,9 @@ class Rig:
 
     def __init__(self, setup: Setup, loaded: Loaded) -> None:
         self.setup, self.loaded = setup, loaded
+        # Where workers tell what they do, and who is told of every step: its number, how many there are, the results.
+        self.beats: Callable[[str, str], Heartbeat] = Heartbeat
+        self.on_step: Callable[[int, int, list[Any]], None] | None = None
         placement = setup.placement
         self.targets = [
             Seat(group[-1], replica) for group, replica in zip(placement.targets, loaded.targets, strict=True)
@@ -344,7 +347,7 @@ class _Race:
         free_memory([seat.device for seat in (*self.rig.targets, *self.rig.drafters)])
 
     def _beat(self, name: str, seat: Seat) -> Heartbeat:
-        self.beats.append(Heartbeat(name, str(seat.device)))
+        self.beats.append(self.rig.beats(name, str(seat.device)))
         return self.beats[-1]
 
     def _idle_s(self) -> float:
@@ -365,6 +368,8 @@ class _Mark:
         for result in results:
             result.span.seconds()
         self.step(sum(result.num_tokens for result in results), len(results))
+        if self.race.rig.on_step is not None:
+            self.race.rig.on_step(self.done, self.race.steps, results)
 
     def step(self, tokens: int, batches: int) -> None:
         self.done += 1

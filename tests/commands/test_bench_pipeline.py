@@ -50,6 +50,40 @@ def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) ->
     assert not list(tmp_path.glob("draftmill-*")), "the store is removed"
 
 
+def test_eight_gpus_scaled_down(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ["--samples", "1000", "--batches", "6", "--modes", "eager", "--out", str(out)]
+    got = run("eight_gpus.py", "--tiny", "--num-devices", "3", "--folder", str(tmp_path), *options)
+    assert got == json.loads(out.read_text())
+    assert {moment: status["exit_code"] for moment, status in got["status"].items()} == {
+        "loading": 3,
+        "warming up": 3,
+        "training": 0,
+    }
+    assert "loading targets 2/2" in got["status"]["loading"]["text"]
+    layouts = [name for name in got if name.startswith("layout ")]
+    assert layouts == ["layout 2+1", "layout 1+1", "layout 1+2"]
+    for name in layouts:
+        part = got[name]
+        assert len(part["workers"]) == sum(int(number) for number in name.removeprefix("layout ").split("+"))
+        assert part["of_predicted"] == pytest.approx(part["ktok_s"] / part["predicted_ktok_s"], rel=1e-3)
+    ended = got["conclusions"]
+    ratio = got["layout 2+1"]["per_gpu_ktok_s"] / got["layout 1+1"]["per_gpu_ktok_s"]
+    assert ended["per_gpu_ratio"] == pytest.approx(ratio)
+    assert list(ended["modes_ktok_s"]) == ["eager"]
+    assert [line.split()[0] for line in got["data"][:2]] == ["1000", "Batches"]
+    assert not list(tmp_path.glob("draftmill-*"))
+
+
+def test_layouts_of_any_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from eight_gpus import layouts_for
+
+    assert layouts_for(8) == [(5, 3), (4, 4), (6, 2)]
+    assert layouts_for(4) == [(2, 2), (1, 3), (3, 1)]
+    assert layouts_for(2) == layouts_for(1) == [(1, 1)]
+
+
 def test_a_peer_gets_our_anchors_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     pytest.importorskip("specforge")
