@@ -63,7 +63,7 @@ def test_a_drafter_that_hangs_ends_the_run_as_stalled_though_the_main_thread_wai
 
     monkeypatch.setattr(replicas.Replica, "reducible", hanging)
     with pytest.raises(Stalled):
-        train(config_of(world, f"run.dir={tmp_path / 'run'}", *ON_TWO, "pipeline.stall_s=15"), console=False)
+        train(config_of(world, f"run.dir={tmp_path / 'run'}", *ON_TWO, "pipeline.stall_s=25"), console=False)
     release.set()
     assert read_status(tmp_path / "run").phase is Phase.STALLED
     assert "in hanging" in (tmp_path / "run" / "run.log").read_text()

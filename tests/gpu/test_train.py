@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.train.run import train
 from tiny import config_of, metrics_of, small_world
 
@@ -47,3 +49,29 @@ def test_losses_equal_the_cpus(world: dict[str, Any], tmp_path: Path, layout: st
         for where in ("cpu", "cuda")
     ]
     assert tau[1] == pytest.approx(tau[0], rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_auto_measures_chooses_and_trains(world: dict[str, Any], tmp_path: Path) -> None:
+    auto = ("target.devices=auto", "drafter.devices=auto", "drafter.step=eager", "train.epochs=1")
+    train(config_of(world, f"run.dir={tmp_path / 'run'}", *auto), console=False)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert "measuring a target and a drafter" in log
+    assert "1 targets + 1 drafters: " in log
+    chosen = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    devices = [*chosen["target"]["devices"], *chosen["drafter"]["devices"]]
+    assert sorted(set(devices)) == ["cuda:0", "cuda:1"]
+    assert all(line["loss"] > 0 for line in metrics_of(tmp_path / "run") if "loss" in line)
+
+
+def test_the_largest_batch_that_does_not_fit_ends_the_run_before_it_trains(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    monkeypatch.setattr("draftmill.train.planning_worst.pack", full)
+    devices = ("target.devices=[cuda:0]", "drafter.devices=[cuda:0]", "drafter.step=eager")
+    with pytest.raises(WorkerFailed, match=r"worker target-0 on cuda:0 failed .* lower data.token_budget"):
+        train(config_of(world, f"run.dir={tmp_path / 'run'}", *devices), console=False)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or metrics_of(tmp_path / "run") == []
