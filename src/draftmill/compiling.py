@@ -6,6 +6,7 @@ captures holds the lock. Owns no model and no step.
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -23,6 +24,12 @@ def own_code(function: Callable[..., Any], owner: str) -> Callable[..., Any]:
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     return own
+
+
+def num_compilations() -> int:
+    """Graphs that Dynamo has compiled in this process so far; it stands still once training does not warm up."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported where nothing compiles: that takes a second
+    return 0 if dynamo is None else int(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def record_graph(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from draftmill.compiling import num_compilations
 from draftmill.config import TrainConfig
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
@@ -67,6 +68,7 @@ def train(choice: str) -> tuple[torch.Tensor, list[float]]:
 def test_twenty_steps_compiled_in_two_threads_end_at_eagers_weights() -> None:
     expected, expected_losses = train("eager")
     found: dict[int, tuple[torch.Tensor, list[float]]] = {}
+    before = num_compilations()
     threads = [
         threading.Thread(target=lambda index=index: found.update({index: train("compiled")})) for index in range(2)
     ]
@@ -75,6 +77,8 @@ def test_twenty_steps_compiled_in_two_threads_end_at_eagers_weights() -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == [0, 1], "both workers compiled and ran"
+    # each compiles its trunk and its update, whatever the number of steps
+    assert before + 4 <= num_compilations() <= before + 8
     for weights, losses in found.values():
         assert losses == pytest.approx(expected_losses, rel=1e-4)
         torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)

@@ -111,7 +111,7 @@ def test_loss_falls_and_acceptance_is_reported(world: dict[str, Any], tmp_path: 
         "accuracy_by_slot",
     ):
         assert key in first
-    for key in ("target_wait_s", "drafter_wait_s", "peak_bytes"):
+    for key in ("target_wait_s", "drafter_wait_s", "peak_bytes", "compilations"):
         assert key in first
     assert 0.0 < first["useful_tflops"] < 10.0
     assert "share_of_peak" not in first, "a CPU's peak is not known"

@@ -211,6 +211,7 @@ _GROUPS = {
     "drafter_wait_s": "waits",
     "queue_depth": "waits",
     "peak_bytes": "memory",
+    "compilations": "speed",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from draftmill.compiling import num_compilations
 from draftmill.data.loader import Coverage
 from draftmill.evaluate.acceptance import accept_by_slot, accept_length
 from draftmill.monitor.phases import Phase
@@ -83,6 +84,7 @@ class Reporter:
             **_speed(self.setup, sum(result.value.flops for result in results), took_s),
             **_padding(results),
             "peak_bytes": _peak_bytes(self.setup),
+            "compilations": num_compilations(),
         }
         self._last_wait_s = wait_s
         self._write(record)
