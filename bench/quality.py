@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -70,6 +71,8 @@ def num_gpus(options: argparse.Namespace) -> int:
     found = os.environ.get("CUDA_VISIBLE_DEVICES")
     if found is not None:
         return len([part for part in found.split(",") if part])
+    if shutil.which("nvidia-smi") is None:
+        return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return listed.stdout.count("GPU ")
 

@@ -69,7 +69,7 @@ def make_part(
     dialogues = _dialogues(settings, target, share, exclusion, rejected, meter)
     random.Random(share.index).shuffle(dialogues)
     heldout = dialogues[: settings.heldout] if share.index == 0 else []
-    prompted = time.perf_counter()
+    prompted, prompt_tokens = time.perf_counter(), meter.tokens
     if share.index == 0:
         items = _evaluation(settings, target, suites, heldout, meter)
         (paths.parts / "evaluation.json").write_text(json.dumps([asdict(item) for item in items]), encoding="utf-8")
@@ -93,6 +93,8 @@ def make_part(
         "load_s": round(loaded - started, 1),
         "prompts_s": round(prompted - loaded, 1),
         "answers_s": round(ended - prompted, 1),
+        "prompt_tokens_per_s": round(prompt_tokens / (prompted - loaded)),
+        "answer_tokens_per_s": round((meter.tokens - prompt_tokens) / (ended - prompted)),
     }
     print(f"data {share.index}: {json.dumps(report)}", flush=True)
     done.write_text(json.dumps(report), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,16 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from draftmill.errors import InputError
 from draftmill.evaluate.acceptance import StepRecord
-from quality_clock import Clock, moments
+from quality_clock import Clock, Course, moments
 from quality_data import Item
 from quality_file import chosen_items
+from quality_ours import Trainer
 from quality_prompts import SHARES, Exclusion
 from quality_recipes import BASE, RECIPES, chosen, config_for
 from quality_settings import TINY, Settings
 from quality_train import Job, assigned
 from quality_walk import walked
+from tiny import config_of, small_world
 
 
 def test_a_walk_takes_the_steps_that_decoding_takes() -> None:
@@ -130,3 +133,41 @@ def test_the_compact_file_gives_back_what_was_stored(tmp_path: Path) -> None:
     (tmp_path / "bad.npz").write_bytes(b"nothing")
     with pytest.raises(InputError, match="is no data file of this experiment"):
         read_file(tmp_path / "bad.npz")
+
+
+class _Counted(Clock):
+    """A clock of which every look by the main thread is a second, so that runs can be repeated exactly."""
+
+    looks = 0
+
+    def start(self) -> None:
+        self._started, self.looks = 0.0, 0
+
+    def now(self) -> float:
+        if self._started is not None and threading.current_thread() is threading.main_thread():
+            self.looks += 1
+        return float(self.looks)
+
+
+@pytest.mark.parametrize("changes", [[], ["train.ema_decay=0.9", "train.anchor_draws=2"], ["train.optimizer=muon"]])
+def test_a_run_after_another_begins_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]) -> None:
+    """What was built for the first run serves the second of the same kind, which gives the same weights bit for bit."""
+    monkeypatch.setattr("quality_ours.Clock", _Counted)
+    sections = small_world(tmp_path)
+    sections["data"]["heldout"] = 0
+    fixed = ["train.schedule=constant", "train.warmup_share=0", *changes]
+    trainer = Trainer()
+
+    def run(seed: int) -> Course:
+        return trainer.run(config_of(sections, *fixed, f"run.seed={seed}"), 12.0, 2)[1]
+
+    first, other, again = run(0), run(1), run(0)
+    assert len(trainer._replicas) == 1
+    assert first.steps == again.steps > 4
+    assert [kept.share for kept in first.kept] == [0.5, 1.0]
+    assert first.kept[0].step < first.kept[1].step == first.steps
+    for before, after in zip(first.kept, again.kept, strict=True):
+        assert all((before.tensors[name] == after.tensors[name]).all() for name in before.tensors)
+    ends = first.kept[1].tensors
+    assert any((ends[name] != first.kept[0].tensors[name]).any() for name in ends)
+    assert any((ends[name] != other.kept[1].tensors[name]).any() for name in ends)
