@@ -101,23 +101,32 @@ def train_all(
 
 
 def assigned(jobs: Sequence[Job], settings: Settings, index: int, count: int) -> list[Job]:
-    """The jobs of one of `count` processes: those that share what is compiled together, the seconds evenly spread."""
+    """The jobs of one of `count` processes: first those together that share what is compiled, the largest groups first,
+    each to the process with the least to do; then single ones are moved as long as all are done earlier for it."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(_built_alike(job.recipe), []).append(job)
-    loads, parts = [0.0] * count, [list[Job]() for _ in range(count)]
 
-    def cost(job: Job) -> float:
-        return settings.seconds * job.recipe.share + _AROUND_S
+    def load(part: Sequence[Job]) -> float:
+        built = {_built_alike(job.recipe) for job in part}
+        return sum(settings.seconds * job.recipe.share + _AROUND_S for job in part) + _BUILD_S * len(built)
 
-    for group in sorted(groups.values(), key=lambda group: -sum(map(cost, group))):
-        pieces = [group] if len(groups) >= count and len(group) <= len(jobs) / count else [
-            piece for first in range(count) if (piece := group[first::count])
-        ]  # fmt: skip
-        for piece in pieces:
-            least = loads.index(min(loads))
-            parts[least] += piece
-            loads[least] += sum(map(cost, piece)) + _BUILD_S
+    parts: list[list[Job]] = [[] for _ in range(count)]
+    for group in sorted(groups.values(), key=load, reverse=True):
+        min(parts, key=load).extend(group)
+    while True:
+        busiest, idlest = max(parts, key=load), min(parts, key=load)
+        moved = min(
+            busiest,
+            key=lambda job: max(load([one for one in busiest if one is not job]), load([*idlest, job])),
+            default=None,
+        )
+        if moved is None:
+            break
+        rest, more = [one for one in busiest if one is not moved], [*idlest, moved]
+        if max(load(rest), load(more)) >= load(busiest):
+            break
+        busiest[:], idlest[:] = rest, more
     return sorted(parts[index], key=jobs.index)
 
 
