@@ -209,8 +209,9 @@ def layout(bench: Bench, num_targets: int, num_drafters: int) -> dict[str, Any]:
     """One race, against its prediction."""
     rig, options = bench.rig, bench.options
     targets, drafters = rig.targets[:num_targets], rig.drafters[len(rig.drafters) - num_drafters :]
-    measured = rig.race(_batches(options, num_targets + num_drafters), options.warm_up, targets, drafters)
-    pace = _pace(bench, measured, num_drafters)
+    number = num_targets + num_drafters
+    measured = rig.race(_batches(options, number), _warm_up(number), targets, drafters)
+    pace = _pace(bench, measured, number, num_drafters)
     target_rate, drafter_rate = num_targets / pace.target_s, num_drafters / pace.drafter_s
     predicted = min(target_rate, drafter_rate) * pace.tokens / 1e3
     return {
@@ -226,9 +227,14 @@ def _batches(options: argparse.Namespace, num_devices: int) -> int:
     return int(options.batches) if num_devices > 2 else max(4, int(options.batches) // 2)
 
 
-def _pace(bench: Bench, measured: Measured, num_drafters: int) -> Pace:
+def _warm_up(num_devices: int) -> int:
+    """Batches; more than it takes to use up what lies in the slots when the drafters begin."""
+    return 4 * num_devices
+
+
+def _pace(bench: Bench, measured: Measured, num_devices: int, num_drafters: int) -> Pace:
     """The mean costs of the very batches of a race: those after its warm-up, in order."""
-    first = -(-bench.options.warm_up // num_drafters) * num_drafters
+    first = -(-_warm_up(num_devices) // num_drafters) * num_drafters
     part = slice(first, first + measured.batches)
     sizes = bench.sizes
     return pace_of(bench.costs, BatchSizes(sizes.bucket[part], sizes.padded[part], sizes.real[part]), 1, 1)
@@ -268,9 +274,8 @@ def mode(bench: Bench, name: str) -> dict[str, Any]:
             _build(bench, name)
         finally:
             rig.targets, rig.drafters = kept
-    options = bench.options
     targets, drafters = rig.targets[: number[0]], rig.drafters[len(rig.drafters) - number[1] :]
-    return rig.race(_batches(options, sum(number)), options.warm_up, targets, drafters).to_dict()
+    return rig.race(_batches(bench.options, sum(number)), _warm_up(sum(number)), targets, drafters).to_dict()
 
 
 def named(number: tuple[int, int]) -> str:
@@ -349,7 +354,6 @@ def completed(options: argparse.Namespace) -> argparse.Namespace:
     options.samples = options.samples or (5000 if options.tiny else NUM_SAMPLES)
     options.processes = 1 if options.tiny else min(48, os.cpu_count() or 1)
     options.batches = options.batches or (12 if options.tiny else 12 * count // 2)
-    options.warm_up = count if options.tiny else max(4, count)
     options.cost_runs = 1
     # Seconds that a race and a building take at most, for the budget alone.
     options.race_s, options.build_s = (0.0, 0.0) if options.tiny else (30.0, 90.0)

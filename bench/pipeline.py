@@ -46,7 +46,7 @@ from draftmill.target.step import first_line
 from draftmill.train.loading import Loaded
 from draftmill.train.setup import Setup, set_up
 from pipeline_rig import Measured, Rig, Seat, free_memory, peaks, say
-from pipeline_world import LAUNCH_BOUND, SIZES, Size, config_of, random_loaded, write_world
+from pipeline_world import LAUNCH_BOUND, SIZES, Size, config_of, random_loaded, wait_for_all, write_world
 
 PARTS = ("share", "peer", "gil")
 GIL_TARGETS, GIL_DRAFTERS = 5, 3
@@ -129,6 +129,7 @@ def peer(options: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
         replica._forward.undo()
     target = replica.target
     targets = [target.replica(name) for name in dict.fromkeys(options.devices)]
+    wait_for_all()
     plain = plain_loop(rig, targets, rig.first_batches(warm_up + batches)[warm_up:])
     say(f"plain loop on {len(targets)} devices: {plain.rate:.2f} Ktok/s")
     return {
@@ -157,7 +158,8 @@ def gil(options: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
     cuda = setup.placement.uses_cuda
     modes = {name: steps for name, steps in GIL_MODES.items() if cuda or "graphed" not in steps}
     result: dict[str, Any] = {"size": size.name, "ratio_bar": 0.9}
-    batches, warm_up = options.gil_batches, 2 * GIL_TARGETS
+    # Longer than it takes to use up what lies in the slots when the drafters begin.
+    batches, warm_up = options.gil_batches, max(options.warm_up, options.gil_batches // 4)
     built = ""
     for name, (target_step, drafter_step) in modes.items():
         crew.build_targets(target_step)
@@ -216,7 +218,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, help="measured in a round")
     parser.add_argument("--peer-batches", type=int, help="measured with the peer")
     parser.add_argument("--gil-batches", type=int, help="measured in a round of part gil")
-    parser.add_argument("--warm-up", type=int, default=3, help="batches before the clock runs")
+    parser.add_argument("--warm-up", type=int, default=4, help="batches before the clock runs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--samples", type=int, help="of the store")
     parser.add_argument("--folder", help="where the store is written; the temporary folder by default")

@@ -34,6 +34,7 @@ from draftmill.train.setup import Setup
 
 STARTED = time.perf_counter()
 STALL_S = 300.0
+GIB = 2**30
 _log = logging.getLogger("bench")
 
 
@@ -139,9 +140,13 @@ class Rig:
 
     def forget_drafters(self) -> None:
         """Free the drafters' memory."""
+        devices = [seat.device for seat in self.drafters]
+        before = allocated(devices)
         for seat in self.drafters:
             seat.replica = None
-        free_memory([seat.device for seat in self.drafters])
+        free_memory(devices)
+        if before:
+            say(f"drafters let go: {before / GIB:.1f} GiB in tensors before, {allocated(devices) / GIB:.1f} after")
 
     def in_threads(self, seats: Sequence[Seat], work: Callable[[Seat], None]) -> None:
         """Do the work for every seat in a thread and on a stream of its own, all at once."""
@@ -429,10 +434,15 @@ def free_memory(devices: Sequence[torch.device]) -> None:
                 torch.cuda.empty_cache()
 
 
+def allocated(devices: Sequence[torch.device]) -> int:
+    """Bytes in tensors on these devices."""
+    return sum(torch.cuda.memory_allocated(device) for device in set(devices) if device.type == "cuda")
+
+
 def peaks(devices: Sequence[torch.device]) -> dict[str, float]:
     """GiB that the allocator held at most, by device."""
     return {
-        str(device): round(torch.cuda.max_memory_reserved(device) / 2**30, 2)
+        str(device): round(torch.cuda.max_memory_reserved(device) / GIB, 2)
         for device in sorted(set(devices), key=str)
         if device.type == "cuda"
     }
