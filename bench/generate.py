@@ -1,7 +1,9 @@
-"""How fast is batched local generation beside transformers' own `generate` on the same prompts?
+"""How fast is batched local generation, in slots and from a cache that rows join, beside transformers' own `generate`?
 
 Both decode the same prompts greedily to at most --new-tokens, in one process, in turns; the first round of each is
 warm-up. `generate` gets the prompts in batches of the same size, sorted by length. The last line is JSON.
+
+On a GPU give many prompts and large batches, as in --prompts 4096 --batch-size 2048 --new-tokens 256 --device cuda.
 
     python bench/generate.py --target FOLDER [--prompts 96] [--batch-size 32] [--new-tokens 64] [--device cpu]
 """
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftmill.target.generate import Sampling, encode, generate_batched
+from draftmill.target.generate import RowsChoice, Sampling, encode, generate_batched
 from draftmill.target.load import load_target
 
 
@@ -40,7 +42,8 @@ def main() -> None:
     prompts = [encode(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
 
     runs: dict[str, Callable[[], int]] = {
-        "draftmill": lambda: ours(target, prompts, options.batch_size, options.new_tokens),
+        "slots": lambda: ours(target, prompts, options.batch_size, options.new_tokens, "slots"),
+        "joined": lambda: ours(target, prompts, options.batch_size, options.new_tokens, "joined"),
         "transformers": lambda: theirs(target, prompts, options.batch_size, options.new_tokens),
     }
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -56,9 +59,10 @@ def main() -> None:
     print(json.dumps({**medians, **vars(options)}))
 
 
-def ours(target: Any, prompts: list[list[int]], batch_size: int, new_tokens: int) -> int:
+def ours(target: Any, prompts: list[list[int]], batch_size: int, new_tokens: int, kept: RowsChoice) -> int:
     """Tokens written by generate_batched."""
-    done = generate_batched(target.model, target.tokenizer, prompts, Sampling(new_tokens), batch_size=batch_size)
+    options: dict[str, Any] = {"batch_size": batch_size, "kept": kept}
+    done = generate_batched(target.model, target.tokenizer, prompts, Sampling(new_tokens), **options)
     return sum(len(completion.token_ids) + completion.ended for completion in done)
 
 

@@ -193,14 +193,15 @@ class _Runs:
         folder = self.paths.runs / job.name
         started = time.perf_counter()
         walker = self._walker(shape)
-        points = []
+        points: list[dict[str, Any]] = []
+        tau: dict[str, dict[str, float]] = {}
         for kept in course.kept:
             drafter = build_drafter(shape, _as_saved(kept.tensors), walker.target)
             tau = walker.tau(drafter)
             points.append({"share": kept.share, "seconds": kept.seconds, "step": kept.step, "tau": tau})
         halves = [kept for kept in course.kept if abs(kept.share - 0.5) < 1e-6]
-        for name, kept in (("half", halves[:1]), ("final", course.kept[-1:])):
-            for one in kept:
+        for name, some in (("half", halves[:1]), ("final", course.kept[-1:])):
+            for one in some:
                 _write_weights(folder / name, shape, one)
         measured_s = time.perf_counter() - started
         result = {
@@ -224,10 +225,10 @@ class _Runs:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "run.json", result)
         self._append(result)
-        tau = ", ".join(f"{suite} {found['mean']:.3f}" for suite, found in points[-1]["tau"].items())
+        shown = ", ".join(f"{suite} {found['mean']:.3f}" for suite, found in tau.items())
         print(
             f"train {job.name}: {course.steps} steps in {course.seconds:.1f} s, {course.build_s:.1f} s before, "
-            f"{measured_s:.1f} s measuring; loss {course.loss:.3f}; tau {tau}",
+            f"{measured_s:.1f} s measuring; loss {course.loss:.3f}; tau {shown}",
             flush=True,
         )
 

@@ -92,7 +92,8 @@ class Walker:
         blocks = Blocks.empty(context, max(anchors, sum(len(self.items[i].answer) - 1 for i in group)))
         features_TF = torch.zeros(context, features.shape[-1], device=self.device, dtype=self.dtype)
         features_TF[: len(kept)] = kept.to(self.dtype)
-        owners, start = [], 0
+        owners: list[tuple[int, int]] = []
+        start = 0
         for index, row in zip(group, rows, strict=True):
             first, count = start + len(self.items[index].prompt), len(self.items[index].answer) - 1
             at = slice(len(owners), len(owners) + count)
