@@ -52,6 +52,17 @@ def test_losses_equal_the_cpus(world: dict[str, Any], tmp_path: Path, layout: st
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_features_from_the_cache_reach_a_slot_on_another_device(world: dict[str, Any], tmp_path: Path) -> None:
+    devices = ("target.devices=[cuda:0]", "drafter.devices=[cuda:1]", "drafter.step=eager", "train.epochs=3")
+    losses = []
+    for cache in (0.0, 1.0):
+        run_dir = tmp_path / f"cache-{cache}"
+        train(config_of(world, f"run.dir={run_dir}", f"target.cache_gib={cache}", *devices), console=False)
+        losses.append([line["loss"] for line in metrics_of(run_dir) if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_auto_measures_chooses_and_trains(world: dict[str, Any], tmp_path: Path) -> None:
     auto = ("target.devices=auto", "drafter.devices=auto", "drafter.step=eager", "train.epochs=1")
     train(config_of(world, f"run.dir={tmp_path / 'run'}", *auto), console=False)

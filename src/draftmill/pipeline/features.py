@@ -47,7 +47,10 @@ class FeatureCache:
         self._lock = threading.Lock()
 
     def read(self, batch: HostBatch, features_TF: torch.Tensor) -> bool:
-        """Fill the context slots from the cache; False, with nothing written, unless it holds every sample."""
+        """Fill the context slots from the cache; False, with nothing written, unless it holds every sample.
+
+        Nobody may read or write them any more; they are there when the call returns, whichever device they are on.
+        """
         with self._lock:
             rows = [self._rows.get(int(sample)) for sample in batch.sample_ids_B]
         first = 0
@@ -55,7 +58,7 @@ class FeatureCache:
             return False
         for row in rows:
             assert row is not None
-            features_TF[first : first + row.shape[0]].copy_(row, non_blocking=True)
+            features_TF[first : first + row.shape[0]].copy_(row)
             first += row.shape[0]
         return True
 

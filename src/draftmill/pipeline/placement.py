@@ -26,6 +26,11 @@ class Placement:
         """Whether any replica is on a GPU."""
         return any(d.type == "cuda" for d in (*self.drafters, *(d for group in self.targets for d in group)))
 
+    def make_current(self) -> None:
+        """Let this thread, which pins memory, have its CUDA context on a GPU of the run and on no other."""
+        if self.uses_cuda:
+            torch.cuda.set_device(self.targets[0][0])
+
 
 def place(targets: Devices, drafters: Devices) -> Placement:
     """Resolve both lists. Raises InputError for a device that is not here, and for a mixture of CPU and CUDA."""

@@ -265,6 +265,8 @@ class TargetWorker(Worker):
 
     def _fill(self, replica: TargetReplica, batch: HostBatch, slot: Slot) -> torch.cuda.Event | None:
         """Features into the slot; returns the event after which they are there (None: now)."""
+        if self.cache is not None and slot.read is not None:
+            slot.read.synchronize()  # the cache writes from the host, on no stream of this worker's
         if batch.num_tokens and not (self.cache is not None and self.cache.read(batch, slot.features_TF)):
             taps = replica.forward(batch)
             source = batch.source_T.to(self.device, non_blocking=True)

@@ -120,6 +120,7 @@ def _train(
     observe: Callable[[dict[str, Any]], None],
 ) -> Phase:
     setup = with_best_split(setup, run, meeting, environment)
+    setup.placement.make_current()
     run.phase(Phase.LOADING_DATA)
     for line in (*setup.plan.describe(), *setup.notes, *start.notes):
         run.log.info(line)
