@@ -113,6 +113,7 @@ class Trainer:
 def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: int) -> Course:
     """Warm up, start afresh, and take steps until the time is over."""
     course, due, losses = Course(), moments(points), deque[float](maxlen=20)
+    waited_s = 0.0
 
     def restart(replica: Replica) -> None:
         replica.state.flat.load(weights)
@@ -126,6 +127,7 @@ def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: i
         return Kept(due.popleft(), clock.now(), step - WARM_UP_STEPS, tensors)
 
     def take(finished: Iterable[list[Result]]) -> None:
+        nonlocal waited_s
         for results in finished:
             result = results[0]
             if isinstance(result.value, Kept):
@@ -134,6 +136,7 @@ def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: i
                 record = result.value.read()
                 losses.append(record["loss"])
                 course.context_tokens += record["context_tokens"]
+                waited_s += result.wait_s
 
     step = 0
     while step < WARM_UP_STEPS or step % team.drafters[0].stream.draws:
@@ -154,6 +157,7 @@ def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: i
     take(team.submit(Snapshot(step - 1, keep)))
     take(team.drain())
     course.steps, course.loss = step - first, sum(losses) / len(losses)
+    course.notes.append(f"the drafter waited for the target for {waited_s / course.seconds:.0%} of the time")
     return course
 
 

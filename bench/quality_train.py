@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import math
 import platform
 import subprocess
 import time
@@ -214,7 +215,7 @@ class _Runs:
             "measure_s": round(measured_s, 1),
             "steps": course.steps,
             "context_tokens": course.context_tokens,
-            "loss": course.loss,
+            "loss": course.loss if math.isfinite(course.loss) else None,
             "points": points,
             "notes": course.notes,
             "changes": job.recipe.changes,
