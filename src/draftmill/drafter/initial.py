@@ -25,6 +25,7 @@ COPIED = (
     "input_layernorm",
     "post_attention_layernorm",
 )
+NORMS = ("input_layernorm", "post_attention_layernorm")
 OPTIONAL = ("self_attn.q_norm", "self_attn.k_norm")
 
 
@@ -40,6 +41,7 @@ def weights_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Any
     if first < 0:
         raise InputError(f"drafter.init target: the target has {len(layers)} layers, fewer than {shape.num_layers}")
     for index in range(shape.num_layers):
+        _check_form(layers[first + index], first + index)
         for part in (*COPIED, *OPTIONAL):
             module = _find(layers[first + index], part)
             name = f"layers.{index}.{part}.weight"
@@ -60,6 +62,35 @@ def weights_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Any
     if final_norm is not None and final_norm.weight.shape == weights["norm.weight"].shape:
         weights["norm.weight"] = final_norm.weight.detach().float().cpu()
     return weights
+
+
+def _check_form(layer: nn.Module, number: int) -> None:
+    """Raise InputError where a layer of these names computes something else than the drafter's: Gemma's sandwich norms,
+    norms that add 1 to their weight, an activation that is not SiLU."""
+    x = torch.linspace(-2.0, 2.0, 64)
+    others = [name for name, _ in layer.named_children() if "norm" in name and name not in NORMS]
+    activation = _find(layer, "mlp.act_fn")
+    problem = None
+    if others:
+        problem = f"has a further {others[0]}"
+    elif activation is not None and not torch.allclose(activation(x), nn.functional.silu(x), atol=1e-5):
+        problem = "has another activation than SiLU"
+    else:
+        for name in NORMS:
+            module = _find(layer, name)
+            weight = getattr(module, "weight", None)
+            if weight is None:
+                continue  # said by name where its weight is taken
+            given = torch.linspace(-2.0, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)
+            with torch.no_grad():
+                plain = nn.functional.rms_norm(given.float(), given.shape, weight.float(), 1e-6)
+                if not torch.allclose(module(given).float(), plain, rtol=2e-2, atol=2e-2):
+                    problem = f"computes {name} otherwise"
+    if problem is not None:
+        raise InputError(
+            f"drafter.init target: layer {number} of the target is not of the drafter's form, it {problem}; "
+            "use drafter.init=normal"
+        )
 
 
 def _find(layer: Any, path: str) -> Any:
