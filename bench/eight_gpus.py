@@ -224,7 +224,7 @@ def layout(bench: Bench, num_targets: int, num_drafters: int) -> dict[str, Any]:
 
 
 def _batches(options: argparse.Namespace, num_devices: int) -> int:
-    return int(options.batches) if num_devices > 2 else max(4, int(options.batches) // 2)
+    return int(options.batches) if num_devices == len(options.devices) else max(4, int(options.batches) // 2)
 
 
 def _warm_up(num_devices: int) -> int:
