@@ -68,13 +68,15 @@ def test_what_makes_no_number_of_the_run_may_change_and_is_said():
         drafter={"devices": ["cuda:2"], "step": "graphed"},
         train={"log_every_s": 1, "accumulate": 2},
         checkpoint={"every_steps": 10, "keep_last": 5},
+        pipeline={"costs": "costs.json"},
         monitor={"project": "x"},
     )
     lines = compare(saved_with(), changed)
     assert "data.path was data, is elsewhere" in lines
     assert "target.devices was auto, is ['cuda:0', 'cuda:1']" in lines
     assert "checkpoint.every_steps was 1000, is 10" in lines
-    assert len(lines) == 11
+    assert "pipeline.costs was None, is costs.json" in lines
+    assert len(lines) == 12
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "checkpoint.keep_best",
         "pipeline.slots",
         "pipeline.stall_s",
+        "pipeline.costs",  # decides on devices alone
         "monitor.trackers",
         "monitor.project",
     }
