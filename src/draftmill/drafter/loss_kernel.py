@@ -194,7 +194,8 @@ def score_rows(
         "target_labels": rule.target_labels,
         "with_slope": with_slope,
         "has_softcap": softcap is not None,
-        "block": min(BLOCK, triton.next_power_of_2(size)),
+        # No fewer lanes than threads: two threads of one lane would read what the other has overwritten.
+        "block": max(32 * WARPS, min(BLOCK, triton.next_power_of_2(size))),
         "num_warps": WARPS,
     }
     if rule.compares:
