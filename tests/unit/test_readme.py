@@ -149,8 +149,17 @@ def test_command_lines_parse() -> None:
     assert seen > 20
 
 
+def bench_options(text: str) -> set[str]:
+    """Options of the benchmarks that a text names."""
+    scripts = {ROOT / name for name in re.findall(r"bench/\w+\.py", text)}
+    return {
+        option for script in scripts for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text())
+    }
+
+
 def test_commands_and_options_in_text_exist() -> None:
-    """`draftmill COMMAND` and `--option` in running text; an option alone must be some command's."""
+    """`draftmill COMMAND` and `--option` in running text; an option alone must be some command's, or one of a
+    benchmark that the text names."""
     root = typer.main.get_command(app)
     commands = [root, *root.commands.values()]  # type: ignore[attr-defined]
     commands += [inner for command in commands[1:] for inner in getattr(command, "commands", {}).values()]
@@ -158,7 +167,7 @@ def test_commands_and_options_in_text_exist() -> None:
     for path, text in all_documents():
         for code in inline(text):
             words = code.split()
-            known = anywhere
+            known = anywhere | bench_options(text)
             if words[0] == "draftmill":
                 command, _ = command_of([word for word in words[1:] if word != "COMMAND"][:2])
                 known = options_of(command)
