@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from draftmill.errors import InputError
 
@@ -181,7 +181,7 @@ class TrainConfig(_Section):
     """Whether Muon looks ahead by its momentum."""
     muon_ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations."""
-    muon_ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    muon_ns_coefficients: tuple[FiniteFloat, FiniteFloat, FiniteFloat] = (3.4445, -4.7750, 2.0315)
     """Their polynomial's coefficients."""
     muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """How the rate depends on a matrix's shape; with match_rms_adamw AdamW's rates serve."""

@@ -234,11 +234,13 @@ def test_a_target_too_large_for_its_device_says_what_to_do(tmp_path: Path, monke
 def test_float8_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = TargetSource(saved(tmp_path, "llama"), quantize="float8")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(InputError, match="needs the package torchao; pip install torchao"):
-        source.read([torch.device("cpu")])
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: object())
     with pytest.raises(InputError, match=r"compute capability 8\.9 or higher, got cpu; leave target\.quantize out"):
         source.read([torch.device("cpu")])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (8, 0))
+    with pytest.raises(InputError, match=r"8\.9 or higher, got cuda:1"):
+        source.read([torch.device("cuda:0"), torch.device("cuda:1")])
+    with pytest.raises(InputError, match="needs the package torchao; pip install torchao"):
+        source.read([torch.device("cuda:0")])
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

@@ -22,14 +22,14 @@ ROUTERS = ("router", "gate")
 
 def check_float8(devices: Sequence[torch.device]) -> None:
     """Raise InputError where torchao is missing or a device cannot multiply in float8."""
-    if importlib.util.find_spec("torchao") is None:
-        raise InputError("target.quantize: float8 needs the package torchao; pip install torchao")
     for device in devices:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
             raise InputError(
                 f"target.quantize: float8 needs NVIDIA GPUs of compute capability 8.9 or higher, got {device}; "
                 "leave target.quantize out"
             )
+    if importlib.util.find_spec("torchao") is None:
+        raise InputError("target.quantize: float8 needs the package torchao; pip install torchao")
 
 
 def quantize_layers(target: Target) -> int:

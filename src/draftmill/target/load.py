@@ -85,12 +85,7 @@ class TargetSource:
         Raises InputError.
         """
         config = self.config()
-        if self.quantize is not None:
-            if is_quantized(config):
-                raise InputError(
-                    f"target {self.model!r} is quantized as it is; leave target.quantize: {self.quantize} out"
-                )
-            check_float8(devices)
+        check_quantize(self.model, config, self.quantize, devices)
         if not is_quantized(config):
             return Target(self._load(config, dtype=DTYPES[self.dtype]))
         return self._read_quantized(config, devices)
@@ -180,6 +175,15 @@ def is_quantized(config: Any) -> bool:
     """Whether a checkpoint of this configuration holds quantized weights."""
     texts = (config, config.get_text_config())
     return any(getattr(each, "quantization_config", None) for each in texts)
+
+
+def check_quantize(model: str, config: Any, quantize: str | None, devices: Sequence[torch.device]) -> None:
+    """Raise InputError where a target of this configuration can't be quantized so, or not for these devices."""
+    if quantize is None:
+        return
+    if is_quantized(config):
+        raise InputError(f"target {model!r} is quantized as it is; leave target.quantize: {quantize} out")
+    check_float8(devices)
 
 
 def empty_target(model: str, config: Any, trust_remote_code: bool = False) -> Target:

@@ -24,7 +24,7 @@ from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.placement import Placement, has_bfloat16, place
 from draftmill.pipeline.stream import Stream
 from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape
-from draftmill.target.load import load_config, load_tokenizer
+from draftmill.target.load import check_quantize, load_config, load_tokenizer
 from draftmill.target.mask_token import resolve_mask_token
 from draftmill.target.model import OUTPUT
 from draftmill.target.step import check_choice
@@ -83,6 +83,12 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
     store = Store.open(config.data.path, max_length=config.data.max_length)
     target_config = load_config(
         config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+    )
+    check_quantize(
+        config.target.model,
+        target_config,
+        config.target.quantize,
+        [device for group in placement.targets for device in group],
     )
     shape = _shape(config, store, target_config)
     warm_weights: dict[str, torch.Tensor] | None = None
