@@ -152,9 +152,7 @@ def test_command_lines_parse() -> None:
 def bench_options(text: str) -> set[str]:
     """Options of the benchmarks that a text names."""
     scripts = {ROOT / name for name in re.findall(r"bench/\w+\.py", text)}
-    return {
-        option for script in scripts for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text())
-    }
+    return {option for script in scripts for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', script.read_text())}
 
 
 def test_commands_and_options_in_text_exist() -> None:
