@@ -123,6 +123,13 @@ def test_a_wrong_setting_is_one_line_and_nothing_is_written(
     assert contents(folder) == before
 
 
+def test_a_file_of_costs_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(folder)
+    costs = ("target.devices=auto", "drafter.devices=auto", "pipeline.costs=/no/such/costs.json")
+    assert "no file of costs at /no/such/costs.json" in refused(capsys, folder / "run.yaml", *costs)
+    assert contents(folder) == before
+
+
 def test_a_store_of_another_tokenizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of as many tokens, so that no id lies outside the embedding: training would run, on nonsense."""
     model = save_target(tmp_path / "other")

@@ -45,6 +45,13 @@ def devices_as_before(config: Config, run_dir: Path) -> Config:
     return config if "auto" in (targets, drafters) else _with_devices(config, targets, drafters)
 
 
+def check_costs(setup: Setup) -> None:
+    """Raise InputError where devices are to be chosen by a file of costs that can't be used."""
+    config = setup.config
+    if config.pipeline.costs is not None and setup.hosts.rank == 0 and _is_open(config):
+        read_costs(config.pipeline.costs)
+
+
 def with_best_split(
     setup: Setup, run: RunDirectory, meeting: Meeting, environment: Callable[[Setup], dict[str, Any]]
 ) -> Setup:

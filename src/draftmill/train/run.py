@@ -26,7 +26,7 @@ from draftmill.train.assemble import LOOKAHEAD, Parts, running_team
 from draftmill.train.loading import load_targets
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
-from draftmill.train.planning_devices import devices_as_before, with_best_split
+from draftmill.train.planning_devices import check_costs, devices_as_before, with_best_split
 from draftmill.train.planning_memory import check_memory, held_by_others
 from draftmill.train.replica import Replica
 from draftmill.train.report import NotFinite, Reporter
@@ -58,6 +58,7 @@ def train(
     config = with_directory(config)
     run_dir = Path(str(config.run.dir))
     setup = set_up(devices_as_before(config, run_dir), hosts)
+    check_costs(setup)
     check_memory(setup, held_by_others(_gpu_uuids(setup)))
     store = hosts_store(hosts)
     meeting = Meeting(hosts, store, lookahead=LOOKAHEAD)
