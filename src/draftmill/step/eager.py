@@ -157,18 +157,19 @@ def _flex_alone() -> FlexKernel:
     """Flex attention compiled by itself, for this worker alone.
 
     Of its own code, or another worker's device would be a recompilation, which a compiled step anywhere in the process
-    forbids; with and without gradients it may compile again here.
+    forbids. It compiles with and without gradients, for each rule of a mask, and then no more.
     """
     compiled = torch.compile(own_code(_attend, f"eager_{threading.get_native_id()}_{uuid.uuid4().hex}"), dynamic=False)
-    built: set[bool] = set()
+    built: set[tuple[bool, Any]] = set()
 
     def kernel(*arguments: Any, **options: Any) -> Any:
-        with torch._dynamo.config.patch(error_on_recompile=False):
-            if (gradients := torch.is_grad_enabled()) in built:
-                return compiled(*arguments, **options)
-            with BUILD_LOCK:
-                out = compiled(*arguments, **options)
-        built.add(gradients)
+        kind = torch.is_grad_enabled(), options["block_mask"].mask_mod.__code__
+        if kind in built:
+            return compiled(*arguments, **options)
+        # Before torch 2.12 the setting is the process's: outside the lock workers would put back one another's.
+        with BUILD_LOCK, torch._dynamo.config.patch(error_on_recompile=False):
+            out = compiled(*arguments, **options)
+        built.add(kind)
         return out
 
     return kernel
