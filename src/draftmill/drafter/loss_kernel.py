@@ -143,7 +143,8 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
     cross_entropy = log_sum - tl.load(logits_ptr + label).to(tl.float32)
     tl.store(cross_entropy_ptr + row, cross_entropy)
     tl.store(correct_ptr + row, best == label)
-    kl, apart, sign_q = zeros, zeros, zeros
+    # Both masses of q are summed apart: the difference of two that are nearly equal would be their rounding.
+    kl, apart, above, below = zeros, zeros, zeros, zeros
     for start in range(0, size, block):
         columns = start + lanes
         inside = columns < size
@@ -152,10 +153,11 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
         q, p = tl.exp(x), tl.exp(t)
         kl += tl.where(p > 0.0, p * (t - x), 0.0)
         apart += tl.abs(q - p)
-        sign_q += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+        above += tl.where(q > p, q, 0.0)
+        below += tl.where(q > p, 0.0, q)
     compared = kl_weight * tl.sum(kl, axis=0) + variation_weight * 0.5 * tl.sum(apart, axis=0)
     tl.store(costs_ptr + row, cross_entropy_weight * cross_entropy + compared)
-    signed = tl.sum(sign_q, axis=0)
+    mass_above, mass_below = tl.sum(above, axis=0), tl.sum(below, axis=0)
     if with_slope:
         tl.debug_barrier()  # everybody has read before anybody overwrites
         for start in range(0, size, block):
@@ -164,9 +166,9 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
             x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
             t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
             q, p = tl.exp(x - log_sum), tl.exp(t - target_log_sum)
-            sign = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
+            variation = q * tl.where(q > p, mass_below, -mass_above)
             slope = cross_entropy_weight * (q - tl.where(columns == label, 1.0, 0.0))
-            slope += kl_weight * (q - p) + variation_weight * 0.5 * q * (sign - signed)
+            slope += kl_weight * (q - p) + variation_weight * variation
             if has_softcap:
                 slope *= 1.0 - (x / softcap) * (x / softcap)
             tl.store(logits_ptr + columns, slope.to(logits_ptr.dtype.element_ty), mask=inside)
