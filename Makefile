@@ -40,7 +40,7 @@ $(BIN)/python:
 $(PINS): constraints.txt $(BIN)/python
 	@mkdir -p $(CACHE)
 	@if [ "$(TORCH)" = cuda ] || $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.startswith("2.13.0"))' 2>/dev/null; \
-	then grep -v '^torch==' constraints.txt > $@; else cp constraints.txt $@; fi
+	then grep -v -e '^torch==' -e '^triton==' constraints.txt > $@; else cp constraints.txt $@; fi
 
 $(STAMP)-demo: pyproject.toml $(PINS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) torch

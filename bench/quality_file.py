@@ -81,7 +81,8 @@ def store_from_chats(settings: Settings, paths: Paths, target: str, rows: Sequen
     """The store of chats, by `prepare`."""
     chats = paths.parts / "chats.jsonl"
     chats.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    _prepare(settings, paths, target, chats, len(rows))
+    processes = min(8, os.cpu_count() or 1) if len(rows) >= _MANY_CHATS else 1
+    _prepare(settings, paths, target, chats, processes)
     return Store.open(paths.store)
 
 
@@ -98,13 +99,12 @@ def store_from_file(settings: Settings, paths: Paths, target: str, data: Data) -
         }
     )
     pq.write_table(table, paths.parts / "samples.parquet")
-    _prepare(settings, paths, target, paths.parts / "samples.parquet", len(data.samples))
+    _prepare(settings, paths, target, paths.parts / "samples.parquet", 1)  # nothing is tokenized
     return Store.open(paths.store)
 
 
-def _prepare(settings: Settings, paths: Paths, target: str, chats: Path, num_chats: int) -> None:
-    """`draftmill prepare`, on several cores where there is enough to do."""
-    processes = min(8, os.cpu_count() or 1) if num_chats >= _MANY_CHATS else 1
+def _prepare(settings: Settings, paths: Paths, target: str, chats: Path, processes: int) -> None:
+    """`draftmill prepare`."""
     prepare(target, [str(chats)], paths.store, max_length=settings.max_length, num_processes=processes)
 
 

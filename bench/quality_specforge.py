@@ -51,10 +51,10 @@ class Contender:
 
     def run(self, seed: int, rows: int, seconds: float, points: int) -> Course:
         """Train; the course holds weights at `points` moments."""
-        torch._dynamo.config.error_on_recompile = False  # its shapes vary; our own step may have forbidden it
         started = time.perf_counter()
         rows = min(rows, len(self.tokens_NS))
         self._build_target(rows)
+        torch._dynamo.config.error_on_recompile = False  # its shapes vary; what we compiled before has forbidden it
         warm = _Training(self, seed, Clock(seconds))
         for batch in self._batches(seed + 1000, rows, _WARM_UP_STEPS):
             warm.step(batch)

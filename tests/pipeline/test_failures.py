@@ -440,3 +440,33 @@ def test_a_step_that_is_not_finite_never_reaches_the_weights(
     entries = checkpoints(tmp_path / "run")
     assert [entry.step for entry in entries] == [2, 4]
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_drafters_that_no_longer_hold_the_same_weights_end_the_run(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of one drafter's masters, after the second step: the next evaluation tells."""
+    update = replicas.Replica.update
+    seen: list[replicas.Replica] = []
+
+    def one_bit_off(self: replicas.Replica, step: int) -> None:
+        update(self, step)
+        if step == 1:
+            seen.append(self)
+            if len(seen) == 2:
+                self.state.flat.master.view(torch.int32)[3] += 1
+
+    monkeypatch.setattr(replicas.Replica, "update", one_bit_off)
+    with pytest.raises(RuntimeError, match="the drafters' weights differ from each other"):
+        train(
+            config_of(
+                world,
+                f"run.dir={tmp_path / 'run'}",
+                "drafter.devices=[cpu, cpu]",
+                "train.evaluate_every=2",
+                "data.heldout=4",
+            ),
+            console=False,
+        )
+    assert len(seen) == 2
+    assert read_status(tmp_path / "run").phase is Phase.CRASHED

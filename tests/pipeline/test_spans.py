@@ -33,13 +33,6 @@ def test_spans_follow_one_another_without_a_gap() -> None:
     assert clock.finished() == {}, "told once"
 
 
-def test_what_lies_before_a_restart_belongs_to_nothing() -> None:
-    clock = Clock(CPU)
-    time.sleep(0.02)
-    clock.restart()
-    assert clock.cut("work").seconds() < 0.02
-
-
 def test_what_begins_with_waiting_is_told_as_waiting() -> None:
     told = []
 

@@ -53,10 +53,6 @@ class Clock:
         self.last = Moment(device)
         self._open: deque[Span] = deque()
 
-    def restart(self) -> None:
-        """What lies between the last span and now belongs to none."""
-        self.last = Moment(self.device)
-
     def cut(self, kind: str) -> Span:
         """End a span here, and tell what it was spent on."""
         span = Span(kind, self.last, Moment(self.device))

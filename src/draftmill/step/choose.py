@@ -18,7 +18,6 @@ import torch
 
 from draftmill.compiling import BUILD_LOCK, record_graph
 from draftmill.config import StepChoice
-from draftmill.records import Blocks
 from draftmill.step.compiled import CompiledStep, compile_piece
 from draftmill.step.eager import EagerStep
 from draftmill.step.graphed import GraphedStep
@@ -134,9 +133,9 @@ def _update_for(step: EagerStep, state: StepState, optimizer: Optimizer) -> Call
     def run() -> None:
         update(optimizer, state.totals[1])
 
-    if not isinstance(step, CompiledStep):
+    if not isinstance(step, CompiledStep) and state.device.type == "cpu":
         return run
-    # On a zero gradient and zero moments the update changes nothing but the count.
+    # Kernels are compiled here, under the lock. With no gradient and no moments an update changes nothing but the count.
     state.begin()
     state.totals[1] = 1.0
     for _ in range(2):
@@ -152,9 +151,7 @@ def _undisturbed(state: StepState) -> Iterator[None]:
     with torch.random.fork_rng(devices=[state.device] if state.device.type == "cuda" else []):
         yield
     state.begin()
-    state.features_TF.zero_()
-    state.last_TH.zero_()
-    state.blocks.copy_(Blocks.empty(state.shape.context_slots, state.shape.anchor_slots))
+    state.clear_inputs()
 
 
 def fill_randomly(state: StepState) -> None:

@@ -4,8 +4,8 @@
 
 Each bracket is a graph over the replica's static buffers. The graphs share one memory pool and are replayed in the
 order of their capture, so what one leaves for the next (hidden states, activations) stays valid in between. Input
-shapes are the state's; outputs are the state's buffers and are overwritten by the next run. A compiled step's pieces
-are captured, so whatever the compiler fuses stays fused.
+shapes are the state's; outputs are the state's buffers and are overwritten by the next run. It is a compiled step that
+is captured, so whatever the compiler fuses stays fused.
 
 Capture runs with capture_error_mode="thread_local": other threads may allocate, pin and launch meanwhile.
 """
@@ -22,7 +22,7 @@ from draftmill.step.state import StepState
 
 
 class GraphedStep(CompiledStep):
-    """The compiled pieces, replayed. `warm_up` captures them; an evaluation stops before the backward pass."""
+    """The compiled step's pieces, replayed. `warm_up` captures them; an evaluation stops before the backward pass."""
 
     name = "graphed"
 

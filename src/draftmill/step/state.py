@@ -89,6 +89,12 @@ class StepState:
             self.last_TH[:num_tokens].copy_(carried_TF[:, size.feature_size :], non_blocking=True)
         self.blocks.copy_(blocks, non_blocking=True)
 
+    def clear_inputs(self) -> None:
+        """No features, no blocks."""
+        self.features_TF.zero_()
+        self.last_TH.zero_()
+        self.blocks.copy_(Blocks.empty(self.shape.context_slots, self.shape.anchor_slots))
+
     def begin(self) -> None:
         """Start an optimizer step: no gradient, no totals."""
         self.flat.clear_gradient()

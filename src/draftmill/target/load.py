@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from draftmill.config import TargetConfig
 from draftmill.errors import InputError
 from draftmill.target.float8 import check_float8, quantize_layers
 from draftmill.target.model import Target
@@ -74,6 +75,13 @@ class TargetSource:
     trust_remote_code: bool = False
     quantize: str | None = None
     """float8: the layers are put into it on their devices."""
+
+    @classmethod
+    def of(cls, settings: TargetConfig) -> TargetSource:
+        """The one that a run's configuration names."""
+        return cls(
+            settings.model, settings.dtype, settings.revision, settings.trust_remote_code, quantize=settings.quantize
+        )
 
     def config(self) -> Any:
         """The target's Hugging Face configuration. Raises InputError."""

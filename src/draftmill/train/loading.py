@@ -36,9 +36,7 @@ def load_targets(setup: Setup, run: RunDirectory) -> Loaded:
     """
     settings, groups = setup.config.target, setup.placement.targets
     run.log.info(f"Loading {len(groups)} target model{'s' if len(groups) > 1 else ''}...")
-    source = TargetSource(
-        settings.model, settings.dtype, settings.revision, settings.trust_remote_code, settings.quantize
-    )
+    source = TargetSource.of(settings)
     first = source.read(groups[0])
     head = first.head()
     weights = _first_weights(setup, first)

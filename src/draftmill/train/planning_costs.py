@@ -261,9 +261,7 @@ def time_drafter(
 def _loaded_and_timed(setup: Setup, chosen: Chosen) -> tuple[TargetHead, dict[int, float], int | None, str]:
     """A target read for it: its head, seconds by batch, bytes at the peak, and how it ran."""
     settings, group = setup.config.target, setup.placement.targets[0]
-    source = TargetSource(
-        settings.model, settings.dtype, settings.revision, settings.trust_remote_code, settings.quantize
-    )
+    source = TargetSource.of(settings)
     first = source.read(group)
     head = first.head()
     target = source.place(first, group, setup.last_layer, move=True)

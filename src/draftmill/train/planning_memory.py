@@ -108,7 +108,11 @@ def _drafter_bytes(setup: Setup) -> int:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in Drafter(setup.shape).parameters())
     one = setup.dtype.itemsize
-    masters, moments = 4 * size, 4 * size  # AdamW keeps twice as much; the least counts
+    train = setup.config.train
+    # Muon keeps one moment of a matrix, and matrices are nearly all.
+    masters, moments = 4 * size, (4 if train.optimizer == "muon" else 8) * size
+    masters += 4 * size if train.ema_decay is not None else 0
+    masters += 4 * size if setup.stream.accumulate > 1 and setup.dtype != torch.float32 else 0
     copies = size * one + (0 if setup.dtype == torch.float32 else size * one)  # gradient, and weights beside masters
     shape, slots = setup.shape, setup.step_shape
     head = shape.vocab_size * shape.hidden_size * one

@@ -12,7 +12,7 @@ import torch
 
 from draftmill.compiling import BUILD_LOCK
 from draftmill.pipeline.features import pack
-from draftmill.records import BatchKind, Blocks, HostBatch
+from draftmill.records import BatchKind, HostBatch
 from draftmill.step.choose import fill_randomly
 from draftmill.target.features import DoesNotFit, TapsReplica
 from draftmill.train.replica import Replica
@@ -86,8 +86,7 @@ def _run_full(replica: Replica) -> None:
     state.begin()
     replica.step.run(full * (state.drafter_shape.block_size - 1), full)
     state.begin()
-    state.features_TF.zero_()
-    state.blocks.copy_(Blocks.empty(state.shape.context_slots, full))
+    state.clear_inputs()
 
 
 def built_and_run(setup: Setup, device: torch.device, build: Callable[[], Replica]) -> Replica:

@@ -73,6 +73,28 @@ class StepValues:
         }
 
 
+@dataclass(frozen=True)
+class EvaluationValues:
+    """What an evaluation reports: acceptance counts summed over all drafters, and by how much their weights' checksums
+    differ from this drafter's."""
+
+    values: Late
+    num_buckets: int
+
+    def read(self) -> torch.Tensor:
+        """Counts [buckets, 2, K-1].
+
+        Raises RuntimeError where the drafters no longer hold the same weights: from then on they would train apart.
+        """
+        numbers = self.values.numbers()
+        if int(numbers[-1]) != 0:
+            raise RuntimeError(
+                "the drafters' weights differ from each other, though all took the same updates: devices of different "
+                "kinds round differently; use devices of one kind, and resume from the checkpoint before"
+            )
+        return numbers[:-1].view(self.num_buckets, 2, -1)
+
+
 class Replica:
     """One drafter on one device."""
 
@@ -86,8 +108,10 @@ class Replica:
     ) -> None:
         self.state, self.step, self.run_update, self.report = state, built.step, built.update, built.report
         self.optimizer, self.learning_rate = optimizer, learning_rate
-        slots = state.drafter_shape.block_size - 1
+        self.num_buckets, slots = num_buckets, state.drafter_shape.block_size - 1
         self.heldout_counts = torch.zeros(num_buckets, 2, slots, dtype=torch.int64, device=state.device)
+        # Of the masters, and one for each drafter: summed over them, they tell whether all have the same.
+        self.checksum = torch.zeros(2, dtype=torch.int64, device=state.device)
         self.batch: HostBatch | None = None
         self.num_scored = self.num_blocks = 0
         self.flops = self.batch_flops = 0.0
@@ -156,14 +180,22 @@ class Replica:
         self.heldout_counts[self.batch.bucket] += counts
 
     def evaluated(self) -> list[torch.Tensor]:
-        """Acceptance counts [buckets, 2, K-1]."""
-        return [self.heldout_counts]
+        """Acceptance counts [buckets, 2, K-1], and the checksum."""
+        self._own_checksum = self._checksum()
+        self.checksum[0] = self._own_checksum
+        self.checksum[1] = 1
+        return [self.heldout_counts, self.checksum]
 
-    def evaluation_result(self) -> Late:
+    def _checksum(self) -> torch.Tensor:
+        """The masters' bits as integers, added up: int64 []. Of integers, so that no order of adding matters."""
+        return self.state.flat.master.view(torch.int32).sum(dtype=torch.int64)
+
+    def evaluation_result(self) -> EvaluationValues:
         """The counts, on their way to the host; ends the evaluation."""
+        differs = self.checksum[0] - self.checksum[1] * self._own_checksum
         if self.optimizer.average is not None:
             self.optimizer.average.hide()
-        return Late(self.heldout_counts)
+        return EvaluationValues(Late(torch.cat([self.heldout_counts.flatten(), differs[None]])), self.num_buckets)
 
     def snapshot(self, request: Callable[[Replica], Any]) -> Any:
         """Whatever the main thread wants done with the weights between two steps."""

@@ -15,7 +15,7 @@ from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.workers import Evaluate, Result, Step
 from draftmill.train.assemble import Running
-from draftmill.train.replica import Late, StepValues
+from draftmill.train.replica import EvaluationValues, StepValues
 from draftmill.train.setup import Setup
 
 
@@ -103,8 +103,8 @@ class Reporter:
         self.run.metrics(record)
         self.observe(record)
 
-    def _evaluation(self, step: int, value: Late) -> None:
-        counts = value.numbers()
+    def _evaluation(self, step: int, value: EvaluationValues) -> None:
+        counts = value.read()
         total = counts.sum(dim=0)
         self.accept_length = float(accept_length(total))
         self._write(
