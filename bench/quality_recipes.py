@@ -23,9 +23,9 @@ BASE: dict[str, Any] = {
     "drafter.block_size": 16,
     "drafter.init": "target",
     "train.num_anchors": 512,
-    "train.lr": 1e-3,
+    "train.lr": 2e-3,
 }
-"""The default recipe as far as it is not the configuration's own defaults."""
+"""The default recipe as far as it is not the configuration's own defaults. The rate: docs/log.md."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ RECIPES = (
     Recipe("specforge-16-rows", peer=16),
     Recipe("init-normal", {"drafter.init": "normal"}),
     Recipe("lr-6e-4", {"train.lr": 6e-4}),
-    Recipe("lr-2e-3", {"train.lr": 2e-3}),
+    Recipe("lr-1e-3", {"train.lr": 1e-3}),
     Recipe("lr-4e-3", {"train.lr": 4e-3}),
-    Recipe("normal-lr-2e-3", {"drafter.init": "normal", "train.lr": 2e-3}),
+    Recipe("normal-lr-6e-4", {"drafter.init": "normal", "train.lr": 6e-4}),
     Recipe("draws-2", {"train.anchor_draws": 2}),
     Recipe("draws-4", {"train.anchor_draws": 4}),
     Recipe("anchors-256", {"train.num_anchors": 256}),
@@ -79,6 +79,7 @@ RECIPES = (
     Recipe("layers-8", {"drafter.num_layers": 8}),
     Recipe("taps-3", {"drafter.num_taps": 3}),
     Recipe("taps-8", {"drafter.num_taps": 8}),
+    Recipe("target-float8", {"target.quantize": "float8"}),
     Recipe("sliding", {"drafter.sliding_window": 256, "drafter.sliding_layers": [0, 1, 2, 3]}),
     Recipe("bucketed", {"data.batching": "bucketed"}),
 )
