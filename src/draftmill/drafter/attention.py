@@ -86,16 +86,16 @@ class _Document:
         group = queries.shape[1]
         context_k, context_v = (x[self.start : self.stop].transpose(0, 1) for x in (k, v))
         own_k, own_v = (x[own].view(count, size, heads, dim).permute(2, 0, 1, 3)[:, None] for x in (k, v))
-        context_scores = (queries.reshape(heads, -1, dim) @ context_k.transpose(1, 2)).view(
-            heads, group, count, size, -1
+        rows_of_head, seen = group * count * size, self.stop - self.start  # seen is 0 where a block begins its document
+        context_scores = (queries.reshape(heads, rows_of_head, dim) @ context_k.transpose(1, 2)).view(
+            heads, group, count, size, seen
         )
         own_scores = queries @ own_k.transpose(-1, -2)
         context_scores = context_scores.masked_fill(~context_mask, float("-inf"))
         if own_mask is not None:
             own_scores = own_scores.masked_fill(~own_mask, float("-inf"))
         probability = torch.softmax(torch.cat([context_scores, own_scores], dim=-1), dim=-1)
-        seen = self.stop - self.start
-        from_context = probability[..., :seen].reshape(heads, -1, seen) @ context_v
+        from_context = probability[..., :seen].reshape(heads, rows_of_head, seen) @ context_v
         out = from_context.view(heads, group, count, size, dim) + probability[..., seen:] @ own_v
         return out.permute(2, 3, 0, 1, 4).reshape(count * size, -1, dim)
 

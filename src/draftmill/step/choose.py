@@ -11,14 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from draftmill.compiling import BUILD_LOCK, record_graph
 from draftmill.config import StepChoice
-from draftmill.step.compiled import CompiledStep, compile_piece
+from draftmill.step.compiled import CompiledStep, compile_piece, wait
 from draftmill.step.eager import EagerStep
 from draftmill.step.graphed import GraphedStep
 from draftmill.step.state import StepState
@@ -47,10 +47,19 @@ class Built:
     report: str
 
 
-def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer) -> Built:
+class Decision:
+    """Which way a run's drafters take under `auto`, once the first of them has tried all: by the device's name, for
+    another kind may do better another way. Read and written under the build lock."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+
+
+def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer, decision: Decision | None = None) -> Built:
     """Build the step in the calling thread, on its current stream, before any checkpoint is restored.
 
-    What goes wrong while building the way that was asked for is raised; `auto` rejects it and says so in `report`.
+    decision: what the drafters of a run share. What goes wrong while building the way that was asked for is raised;
+    `auto` rejects it and says so in `report`.
     """
     on_cuda = state.device.type == "cuda"
     if choice == "auto" and not on_cuda:
@@ -58,7 +67,7 @@ def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer) -> Bu
     with BUILD_LOCK, _undisturbed(state):
         fill_randomly(state)
         if choice == "auto":
-            return _fastest(state, optimizer)
+            return _decided(state, optimizer, decision or Decision())
         step = _STEPS[choice](state)
         step.warm_up()
         return Built(step, _update_for(step, state, optimizer), f"{choice} (as configured)")
@@ -67,20 +76,42 @@ def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer) -> Bu
 _STEPS: dict[str, type[EagerStep]] = {"eager": EagerStep, "compiled": CompiledStep, "graphed": GraphedStep}
 
 
+def _decided(state: StepState, optimizer: Optimizer, decision: Decision) -> Built:
+    """As the first drafter on a device of this kind chose; that one, and who can't do so, tries all."""
+    kind = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else "cpu"
+    notes = ""
+    if kind in decision.names:
+        name = decision.names[kind]
+        try:
+            step = _STEPS[name](state)
+            step.warm_up()
+            return Built(step, _update_for(step, state, optimizer), f"{name} (auto: as the first drafter's)")
+        except Exception as error:  # all ways are tried here too
+            notes = f"; not {name} as the first drafter's: {_first_line(error)}"
+    built = _fastest(state, optimizer)
+    decision.names.setdefault(kind, built.step.name)
+    return replace(built, report=built.report + notes)
+
+
 def _fastest(state: StepState, optimizer: Optimizer) -> Built:
     reference = EagerStep(state)
     times = {"eager": _time(reference, state)}
     gradient, totals = state.flat.gradient.clone(), state.totals.clone()
     best: EagerStep = reference
+    compiled: CompiledStep | None = None
     notes = []
     for name in ("compiled", "graphed"):
         try:
             step = _STEPS[name](state)
+            if isinstance(step, GraphedStep) and compiled is not None:
+                step.take_over(compiled)
             step.warm_up()
+            if isinstance(step, CompiledStep):
+                compiled = compiled or step
             seconds = _time(step, state)
             difference = _difference(state, gradient, totals)
         except Exception as error:  # a candidate that does not work here is no reason to end the run
-            notes.append(f"{name} rejected: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+            notes.append(f"{name} rejected: {_first_line(error)}")
             continue
         allowed = TOLERANCE[state.dtype]
         if any(got > limit or got != got for got, limit in zip(difference, allowed, strict=True)):
@@ -94,6 +125,11 @@ def _fastest(state: StepState, optimizer: Optimizer) -> Built:
     return Built(best, _update_for(best, state, optimizer), "; ".join([f"{best.name} (auto: {shown})", *notes]))
 
 
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+
+
 def _time(step: EagerStep, state: StepState) -> float:
     """Median seconds of a full batch; leaves its gradient and totals behind."""
     full = state.shape.anchor_slots
@@ -101,10 +137,10 @@ def _time(step: EagerStep, state: StepState) -> float:
     seconds = []
     for _ in range(TIMED_RUNS):
         state.begin()
-        torch.cuda.current_stream().synchronize()
+        wait(state)
         started = time.perf_counter()
         step.run(scored, full)
-        torch.cuda.current_stream().synchronize()
+        wait(state)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -135,7 +171,7 @@ def _update_for(step: EagerStep, state: StepState, optimizer: Optimizer) -> Call
 
     if not isinstance(step, CompiledStep) and state.device.type == "cpu":
         return run
-    # Kernels are compiled here, under the lock. With no gradient and no moments an update changes nothing but the count.
+    # Kernels are compiled here, under the lock. Without gradient and moments an update changes nothing but the count.
     state.begin()
     state.totals[1] = 1.0
     for _ in range(2):

@@ -27,6 +27,12 @@ WARM_UPS = 3
 """Runs before a step is used or captured: compilation, lazy initialisation and autotuning are done by then."""
 
 
+def wait(state: StepState) -> None:
+    """Until the current stream of the state's device is done."""
+    if state.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
 class CompiledStep(EagerStep):
     """The eager pieces, the trunk compiled. Build and use it in one thread, and warm it up under BUILD_LOCK.
 
@@ -44,6 +50,7 @@ class CompiledStep(EagerStep):
 
             self.score_rows = score_rows
         self._trunk = compile_piece(EagerStep.trunk, f"{self.name}_{threading.get_native_id()}")
+        self._traced: CompiledStep = self
 
     def warm_up(self) -> None:
         """Compile the trunk, on the buffers as they are. Leaves gradients and sums of no meaning."""
@@ -52,8 +59,7 @@ class CompiledStep(EagerStep):
         for _ in range(WARM_UPS):
             CompiledStep.run(self, scored, full)
         CompiledStep.evaluate(self, scored, full)  # a kernel without a slope is another one
-        if self.state.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        wait(self.state)
 
     def evaluate(self, num_scored: int, num_blocks: int) -> None:
         """Forward only, by the trunk that training compiled."""
@@ -64,4 +70,8 @@ class CompiledStep(EagerStep):
 
     def trunk(self) -> torch.Tensor:
         """Static inputs -> hidden states of slots 1..K-1, [A*(K-1), H]."""
-        return self._trunk(self)
+        return self._trunk(self._traced)
+
+    def take_over(self, other: CompiledStep) -> None:
+        """Run the trunk that another step over the same state has compiled."""
+        self._trunk, self._traced, self.attention = other._trunk, other._traced, other.attention

@@ -30,6 +30,7 @@ class GraphedStep(CompiledStep):
         if state.device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a CUDA device, got {state.device}")
         super().__init__(state)
+        self._is_warm = False
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[str | int, torch.cuda.CUDAGraph] = {}
         self._hidden: torch.Tensor | None = None
@@ -37,7 +38,8 @@ class GraphedStep(CompiledStep):
 
     def warm_up(self) -> None:
         """Warm up on the current stream and capture every piece there. Leaves gradients and sums of no meaning."""
-        CompiledStep.warm_up(self)
+        if not self._is_warm:
+            CompiledStep.warm_up(self)
 
         def first() -> None:
             self._hidden = CompiledStep.trunk(self)
@@ -57,6 +59,11 @@ class GraphedStep(CompiledStep):
             self._record(index, lambda index=index: self._chunk_at(index))  # type: ignore[misc]
         self._record("count", count)
         self._record("backward", backward)
+
+    def take_over(self, other: CompiledStep) -> None:
+        """Capture the trunk that another step over the same state has compiled, and warmed up."""
+        super().take_over(other)
+        self._is_warm = True
 
     def run(self, num_scored: int, num_blocks: int) -> None:
         """Replay one batch. Raises RuntimeError before `warm_up`."""

@@ -23,7 +23,7 @@ from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, Work
 from draftmill.pipeline.team import Team
 from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import WorkItem
-from draftmill.step.choose import build_step
+from draftmill.step.choose import Decision, build_step
 from draftmill.step.state import StepState
 from draftmill.target.features import TapsReplica
 from draftmill.train.loading import Loaded, first_drafter
@@ -182,9 +182,12 @@ def _drafter_workers(
 ) -> list[DrafterWorker]:
     setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
+    decision = Decision()
 
     def build(number: int, device: torch.device) -> Replica:
-        replica = built_and_run(setup, device, lambda: build_replica(setup, parts.loaded, device, parts.run.log))
+        replica = built_and_run(
+            setup, device, lambda: build_replica(setup, parts.loaded, device, parts.run.log, decision)
+        )
         parts.prepare(replica, number)
         return replica
 
@@ -210,7 +213,9 @@ def _drafter_workers(
     ]
 
 
-def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: logging.Logger) -> Replica:
+def build_replica(
+    setup: Setup, loaded: Loaded, device: torch.device, log: logging.Logger, decision: Decision | None = None
+) -> Replica:
     """A drafter with the run's first weights on a device, its step chosen. Runs in the worker thread."""
     config = setup.config
     drafter = first_drafter(setup)
@@ -223,7 +228,7 @@ def build_replica(setup: Setup, loaded: Loaded, device: torch.device, log: loggi
     if config.train.accumulate > 1:
         state.flat.sum_in_float32()
     optimizer = _OPTIMIZERS[config.train.optimizer](state.flat, config.train)
-    built = build_step(config.drafter.step, state, optimizer)
+    built = build_step(config.drafter.step, state, optimizer, decision)
     log.info(f"drafter step on {device}: {built.report}")
     return Replica(
         state,
