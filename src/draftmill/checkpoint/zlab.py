@@ -33,7 +33,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "selector_rank": (None, 0),
     "selector_top_k": (None, 0),
 }
-"""Keys of dflash_config that stand for another network or another block layout, and the values that do not."""
+"""Keys, at the top or in dflash_config, that stand for another network or block layout, and the values that do not."""
+
+_SHIFTS = ("sample_from_anchor", "shift_label")
+"""Those by which a slot stands for another token than here."""
 
 _READ = (
     "mask_token_id",
@@ -133,8 +136,10 @@ def from_config(config: dict[str, Any], where: str) -> DrafterShape:
         )
     own = config.get("dflash_config") or {}
     for key, value in own.items():
-        if key not in _READ and value not in _NEUTRAL.get(key, ()):
-            raise InputError(f"{where}: dflash_config.{key} = {value!r} stands for a drafter that is not implemented")
+        if key not in _READ:
+            _refuse_another_kind(f"{where}: dflash_config.", key, value)
+    for key in _NEUTRAL:
+        _refuse_another_kind(f"{where}: ", key, config.get(key))
 
     def either(key: str) -> Any:
         value = own.get(key)
@@ -143,7 +148,7 @@ def from_config(config: dict[str, Any], where: str) -> DrafterShape:
     taps = either("target_layer_ids")
     num_target_layers = need(either("num_target_layers"), "num_target_layers", where)
     softcap = either("final_logit_softcapping")
-    shape_values = transformer_values(config, where, causal=own.get("causal"))
+    shape_values = transformer_values(config, where, causal=either("causal"))
     if taps is None:  # older checkpoints leave them to the rule
         taps = default_layer_ids(num_target_layers, shape_values["num_layers"])
     return DrafterShape(
@@ -156,6 +161,14 @@ def from_config(config: dict[str, Any], where: str) -> DrafterShape:
         logit_scale=float(either("output_multiplier") or 1.0),
         logit_softcap=float(softcap) if softcap else None,
     )
+
+
+def _refuse_another_kind(where: str, key: str, value: Any) -> None:
+    """Raise InputError for a value that stands for another network or block layout; the key follows `where` at once."""
+    if value in _NEUTRAL.get(key, ()):
+        return
+    wanted = "; give one whose slot k stands for the k-th token after the anchor" if key in _SHIFTS else ""
+    raise InputError(f"{where}{key} = {value!r} stands for a drafter that is not implemented{wanted}")
 
 
 def need(value: Any, key: str, where: str) -> Any:

@@ -26,13 +26,16 @@ def resolve_mask_token(
     used = used if used is not None else ()
     if explicit is not None:
         if not 0 <= explicit < num_embeddings:
-            raise InputError(f"drafter.mask_token_id {explicit} lies outside the target's {num_embeddings} embeddings")
+            raise InputError(
+                f"drafter.mask_token_id {explicit} lies outside the target's {num_embeddings} embeddings; choose an id "
+                "below that which the data never uses"
+            )
         if explicit in special or explicit in used:
             what = "a pad, eos or bos token" if explicit in special else "a token that the data holds"
             raise InputError(f"drafter.mask_token_id {explicit} is {what}; choose an id that never occurs")
         return explicit
     mask = getattr(tokenizer, "mask_token_id", None)
-    if mask is not None and mask < num_embeddings and mask not in used:
+    if mask is not None and mask < num_embeddings and mask not in special and mask not in used:
         return mask
     spare = next((index for index in range(len(tokenizer), num_embeddings) if index not in used), None)
     if spare is not None:
