@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def is_free(lock: Any) -> bool:
     return bool(found)
 
 
+@pytest.fixture
+def _strict() -> Iterator[None]:
+    """As beside a compiled step. (Undone by pytest's monkeypatch, the setting would be gone for good.)"""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@pytest.mark.usefixtures("_strict")
 def test_flex_attention_alone_compiles_under_the_lock_and_only_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without gradients, with a window and without: four times, however many batches there are."""
     locked: list[bool] = []
@@ -41,7 +50,6 @@ def test_flex_attention_alone_compiles_under_the_lock_and_only_for_what_is_new(m
         return module.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     kernel = _flex_alone()
     blocks, tiles = Blocks.empty(CONTEXT, ANCHORS), TileLists(CONTEXT, ANCHORS, SIZE, "cpu")
     generator = torch.Generator().manual_seed(0)
