@@ -102,12 +102,30 @@ def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
     exported = pair["folder"] / "exported"
     with pytest.raises(SystemExit):
         main(["export", pair["run"], "--layout", "zlab", "--output", str(exported), "--dtype", "float32"])
-    assert "Real speculative decoding" in (exported / "README.md").read_text()
+    card = (exported / "README.md").read_text()
+    assert "Real speculative decoding (cpu, 1 thread; float32; greedy; answers of at most 6 tokens):" in card
+    assert "drafted tokens were the fastest when measured." in card
     capsys.readouterr()
     # The export names its target, and keeps a newer evaluation in its own card.
-    found, _ = evaluated(capsys, str(exported), "--prompts", pair["prompts"], "--limit", "1")
+    options = ["--prompts", pair["prompts"], "--limit", "1", "--temperature", "0.5"]
+    found, text = evaluated(capsys, str(exported), *options)
     assert [row["suite"] for row in found["groups"]] == ["mine"]
-    assert "| mine |" in (exported / "README.md").read_text()
+    assert f"recorded in {exported / 'README.md'}" in text.replace("\n", "")
+    card = (exported / "README.md").read_text()
+    assert "| mine |" in card
+    assert "(cpu, 1 thread; float32; temperature 0.5, top-p 1, top-k all; answers of at most 6 tokens)" in card
+
+
+def test_an_export_s_damaged_weights_are_named(pair: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    exported = pair["folder"] / "damaged"
+    with pytest.raises(SystemExit):
+        main(["export", pair["run"], "--layout", "zlab", "--output", str(exported)])
+    weights = exported / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    line = refused(capsys, str(exported), "--prompts", pair["prompts"], "--device", "cpu")
+    assert f"{weights} is damaged: its content does not match the checksum in draftmill.json" in line
 
 
 def test_no_record_leaves_the_checkpoint_as_it_was(pair: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +159,7 @@ def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp
     assert "give --suite or --prompts, not both" in error("--suite", "humaneval")
     assert "no drafter at" in error(drafter=str(tmp_path / "nowhere"))
     assert "drafts 1 to 3 tokens a step, got 4" in error("--draft-tokens", "4")
+    assert "prompts can't be read from /nowhere: No such file or directory; give" in error(prompts="/nowhere")
     assert "--draft-tokens must be numbers" in error("--draft-tokens", "many")
     assert "--limit must be at least 1, got 0" in error("--limit", "0")
     assert "temperature must be from 0" in error("--temperature", "-1")

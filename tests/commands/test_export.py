@@ -296,3 +296,5 @@ def test_evaluations_recorded_later_are_in_the_card(run_dir, tmp_path):
         assert "5 drafted tokens were the fastest" in card
         assert '"num_speculative_tokens": 5' in card
         assert "--speculative-num-draft-tokens 6" in card
+    record_evaluation(tmp_path / "b", SHAPE, "zlab", {**evaluation, "draft_tokens": [5]})
+    assert "fastest" not in (tmp_path / "b" / "README.md").read_text()  # one number was compared with nothing

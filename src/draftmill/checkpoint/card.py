@@ -116,7 +116,8 @@ def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation
     """Keep an evaluation with a drafter: in evaluation.json of a checkpoint, or in the card of an exported folder.
 
     evaluation  {"rows": [{column: value}, ...], "best_draft_tokens": n or None}; the columns are the caller's words,
-                as "suite", "accept_length (mean over responses)", "speed-up".
+                as "suite", "accept_length (mean over responses)", "speed-up". May hold "draft_tokens", the numbers
+                compared, and "about": device, dtype, sampling.
     Raises OSError.
     """
     if layout == "draftmill":
@@ -173,16 +174,35 @@ def _acceptance(facts: dict[str, Any]) -> str:
         ]
     if rows := evaluation.get("rows"):
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        lines += ["Real speculative decoding:\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [
+            f"Real speculative decoding{_measured(evaluation)}:\n",
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
+        ]
         lines += [f"| {' | '.join(_shown(row.get(column)) for column in columns)} |" for row in rows]
         lines.append("")
     return "\n".join(lines) if len(lines) > 1 else "## Acceptance\n\nNot measured yet: `draftmill evaluate` does.\n"
 
 
+def _measured(evaluation: dict[str, Any]) -> str:
+    """How an evaluation decoded and on what, as far as its record says."""
+    about = evaluation.get("about") or {}
+    sampling = about.get("sampling") or {}
+    words = [str(about[key]) for key in ("device", "dtype") if about.get(key)]
+    if temperature := sampling.get("temperature"):
+        words.append(f"temperature {temperature:g}, top-p {sampling['top_p']:g}, top-k {sampling['top_k'] or 'all'}")
+    elif sampling:
+        words.append("greedy")
+    if sampling:
+        words.append(f"answers of at most {sampling['max_new_tokens']} tokens")
+    return f" ({'; '.join(words)})" if words else ""
+
+
 def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: str, name: str) -> str:
-    best = (facts.get("evaluation") or {}).get("best_draft_tokens")
+    evaluation = facts.get("evaluation") or {}
+    best, compared = evaluation.get("best_draft_tokens"), evaluation.get("draft_tokens")
     lines = ["## Serving\n"]
-    if best is not None:
+    if best is not None and (compared is None or len(compared) > 1):
         lines.append(f"{best} drafted tokens were the fastest when measured.\n")
     for engine, command in serving_commands(layout, target, name, best or shape.block_size - 1).items():
         lines.append(f"{engine}:\n\n```bash\n{command}\n```\n")

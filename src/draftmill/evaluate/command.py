@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftmill.checkpoint.card import record_evaluation
+from draftmill.checkpoint.card import CARD_FILE, record_evaluation
 from draftmill.checkpoint.source import FACTS_FILE, Source, read_published
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.rope import Rotary
@@ -22,7 +22,7 @@ from draftmill.errors import InputError
 from draftmill.evaluate import report
 from draftmill.evaluate.checks import check_pair
 from draftmill.evaluate.prompts import Prompt, heldout_prompts, read_prompts
-from draftmill.evaluate.run import Evaluation, Trial, evaluate
+from draftmill.evaluate.run import Evaluation, Trial, checked_counts, evaluate
 from draftmill.evaluate.suites import load_suite
 from draftmill.target.generate_sampling import Sampling
 from draftmill.target.load import DTYPES, load_config, load_target
@@ -68,6 +68,7 @@ def run(request: Request) -> None:
     device = pick_device(request.device)
     dtype = pick_dtype(request.dtype, device)
     source = read_published(request.source)
+    draft_tokens = list(checked_counts(draft_tokens, source.shape.block_size - 1))  # before gigabytes are read
     prompts = collect_prompts(request, source)
     console.print(f"drafter: {source.folder}" + (f" ({source.note})" if source.note else ""))
     target = _load_target(request, source, device, dtype)
@@ -166,6 +167,8 @@ def keep(source: Source, evaluation: dict[str, Any]) -> str:
         record_evaluation(source.folder, source.shape, source.layout, evaluation)
     except OSError as error:
         return f"not recorded with {source.folder}: {error}"
+    if source.layout != "draftmill":
+        return f"recorded in {source.folder / CARD_FILE}"
     return f"recorded with {source.folder}; export puts it in the model card"
 
 
@@ -223,7 +226,10 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> Any:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _versions() -> dict[str, str]:

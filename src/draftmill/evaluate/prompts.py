@@ -51,7 +51,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts can't be read from {path}: {error}; give a JSONL or .txt file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"prompts can't be read from {path}: {reason}; give a JSONL or .txt file") from None
     plain = path.suffix == ".txt"
     prompts = []
     for number, line in enumerate(lines, start=1):

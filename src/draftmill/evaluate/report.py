@@ -167,7 +167,12 @@ def for_card(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
                 "speed-up": found.speedup,
             }
         )
-    return {"rows": rows, "best_draft_tokens": best, "about": {**about, "sampling": asdict(evaluation.sampling)}}
+    return {
+        "rows": rows,
+        "draft_tokens": list(evaluation.draft_tokens),
+        "best_draft_tokens": best,
+        "about": {**about, "sampling": asdict(evaluation.sampling)},
+    }
 
 
 def tables(evaluation: Evaluation) -> Group:
@@ -227,7 +232,7 @@ def plot(evaluation: Evaluation, path: str | Path) -> None:
     slots.set(xlabel="slot", ylim=(0, 1.02), xticks=places, title=f"acceptance, {shown.draft_tokens} drafted")
     slots.legend()
     kept.bar(range(shown.draft_tokens + 1), shown.histogram)
-    kept.set(xlabel="drafted tokens kept", title="steps")
+    kept.set(xlabel="drafted tokens kept", xticks=range(shown.draft_tokens + 1), title="steps")
     figure.savefig(path, dpi=120, format="png")
 
 

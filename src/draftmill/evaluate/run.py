@@ -83,7 +83,7 @@ def evaluate(
     if not prompts:
         raise InputError("there is no prompt to evaluate on; give --suite or --prompts with at least one")
     decoder = Decoder(target, drafter, graphs=graphs)
-    counts = _checked_counts(draft_tokens, decoder.max_drafts)
+    counts = checked_counts(draft_tokens, decoder.max_drafts)
     modes = _modes(target.tokenizer, thinking)
     encoded = {
         (index, mode): _encode(target.tokenizer, prompt, list(prompt.messages), mode)
@@ -158,7 +158,8 @@ def _warm_up(decoder: Decoder, ids: list[int], counts: tuple[int, ...], sampling
         decoder.generate(ids, num_drafts=count, sampling=brief)
 
 
-def _checked_counts(draft_tokens: Sequence[int] | None, largest: int) -> tuple[int, ...]:
+def checked_counts(draft_tokens: Sequence[int] | None, largest: int) -> tuple[int, ...]:
+    """The numbers of drafted tokens to compare, ascending, at most `largest`; a sweep for None. Raises InputError."""
     counts = tuple(sorted(set(draft_tokens))) if draft_tokens is not None else default_draft_tokens(largest + 1)
     if not counts or counts[0] < 1 or counts[-1] > largest:
         raise InputError(
