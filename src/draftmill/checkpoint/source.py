@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from draftmill.checkpoint import speculators, store, weights, zlab
-from draftmill.checkpoint.durable import read_json
+from draftmill.checkpoint.durable import digest, read_json
 from draftmill.checkpoint.store import Tensors
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
@@ -176,8 +176,20 @@ def _read_published(folder: Path, num_target_layers: int | None) -> Source:
     tensors = weights.read_weights(folder, skip)
     weights.check_tensors(tensors, shape, str(folder))
     if (folder / FACTS_FILE).exists():
-        facts = read_json(folder / FACTS_FILE).get("facts", facts)
+        record = read_json(folder / FACTS_FILE)
+        _check_digests(folder, record.get("files", {}))
+        facts = record.get("facts", facts)
     return Source(folder, layout, shape, tensors, facts)
+
+
+def _check_digests(folder: Path, files: dict[str, Any]) -> None:
+    """Raise InputError unless an export's weights are the ones that were written; its config may be edited."""
+    for name, written in files.items():
+        if name.endswith(".safetensors") and digest(folder / name) != written["digest"]:
+            raise InputError(
+                f"{folder / name} is damaged: its content does not match the checksum in {FACTS_FILE}; export it "
+                f"again, or delete {FACTS_FILE} if the weights were changed on purpose"
+            )
 
 
 def _download(model_id: str, revision: str | None) -> Path:
