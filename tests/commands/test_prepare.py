@@ -291,6 +291,8 @@ def test_a_row_of_ten_megabytes_is_one_bad_row(target: Path, tmp_path: Path) -> 
         (b"[]", "holds no rows"),
         (b"hello\n", "1 of 1 rows can't be used: 1 × not JSON (FILE, line 1: Expecting value, column 1)"),
         (b'{"text": "hello"}\n', "no messages, no prompt with completion, no input_ids (FILE, line 1: columns: text)"),
+        (b'{"prompt": "hello"}\n', "columns: prompt); mend the rows; draftmill regenerate answers prompts"),
+        (b'[{"role": "user", "content": "hello"}]\n', "mend the rows; draftmill regenerate answers prompts"),
         (b'[{"messages": [}]', "FILE, line 1 is not JSON: Expecting value"),
         (b'{"input_ids": [1, 2], "loss_mask": [0, 1]}', "fewer than two supervised tokens in a row"),
         (b'{"input_ids": [1, 2], "loss_mask": [0, 0]}', "fewer than two supervised tokens in a row"),

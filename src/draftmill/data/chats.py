@@ -19,6 +19,9 @@ Message = dict[str, Any]
 COLUMNS = ("messages", "conversations", "prompt", "completion", "input_ids", "loss_mask", "tools")
 """The columns that are read, of files that have columns."""
 
+NO_CHAT, NO_ANSWER = "no messages, no prompt with completion, no input_ids", "no assistant turn"
+"""Why a row that holds a prompt alone can't be used."""
+
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -90,7 +93,7 @@ def parse_row(row: Any, vocab_size: int) -> Chat | Tokens:
     columns = ", ".join(sorted(map(str, row))[:8]) or "none"
     empty = [column for column in COLUMNS if column in row and row[column] is None]
     detail = f"null: {', '.join(empty)}" if empty else f"columns: {columns}"
-    raise BadSample("no messages, no prompt with completion, no input_ids", detail)
+    raise BadSample(NO_CHAT, detail)
 
 
 def is_written_by_target(message: Message) -> bool:
@@ -143,7 +146,7 @@ def _chat(messages: Any, tools: Any, ended: Any = None) -> Chat:
     while chat.messages and not is_written_by_target(chat.messages[-1]):
         chat.messages.pop()
     if not chat.messages:
-        raise BadSample("no assistant turn", f"roles: {', '.join(_message(message)['role'] for message in messages)}")
+        raise BadSample(NO_ANSWER, f"roles: {', '.join(_message(message)['role'] for message in messages)}")
     if not chat.ended:
         chat.notes.append("the last turn was cut: its end is not learned")
     if len(chat.messages) < len(messages):

@@ -20,6 +20,7 @@ import numpy as np
 
 from draftmill import __version__
 from draftmill.data.build import StoreBuild, is_disk_full, refuse_foreign
+from draftmill.data.chats import NO_ANSWER, NO_CHAT
 from draftmill.data.encode import Encoder, EncodeSettings, LossOn
 from draftmill.data.report import PrepareReport, length_histogram
 from draftmill.data.sources import Chunk, Source, content_hash, find_sources, read_chunks
@@ -196,9 +197,11 @@ class _Job:
             raise InputError(f"{self.sources[0].name} holds no rows; give files with chats in them")
         if report.num_skipped == report.rows or report.bad_share > self.max_bad_share:
             limit = "" if report.num_skipped == report.rows else f", more than --max-bad-share {self.max_bad_share:g}"
+            unanswered = set(report.skipped) & {NO_CHAT, NO_ANSWER}
             raise InputError(
                 f"{report.num_skipped} of {report.rows} rows can't be used{limit}: {report.reasons()}; mend the rows"
                 + (" or allow a larger share" if limit else "")
+                + ("; draftmill regenerate answers prompts" if unanswered else "")
             )
 
     def _summarize(self, build: StoreBuild, report: PrepareReport, kept: list[np.ndarray | None]) -> None:

@@ -65,7 +65,7 @@ def show(report: PrepareReport, console: Console) -> None:
     if report.duplicates:
         console.print(Text(f"{report.duplicates:,} duplicate rows left out; as {report.duplicate_example}"))
     for note, count in report.notes.items():
-        console.print(Text(f"{count:,} samples with {note}"))
+        console.print(Text(f"{count:,} samples: {note}"))
     _show_histogram(report, console)
     _show_sample(report, console)
     console.print(Text(f"Store: {report.output}"))
