@@ -65,7 +65,9 @@ def read_source(where: str | Path, *, num_target_layers: int | None = None, whic
         if which is not None:
             raise InputError(f"{folder} is no checkpoint and has one set of weights; leave out the choice of {which}")
         return _read_published(folder, num_target_layers)
-    raise InputError(f"{folder} is neither a run, nor a checkpoint (manifest.json), nor a drafter (config.json)")
+    raise InputError(
+        f"{folder} is neither a run, nor a checkpoint (manifest.json), nor a drafter (config.json); give one of these"
+    )
 
 
 def read_published(where: str, revision: str | None = None, *, num_target_layers: int | None = None) -> Source:
@@ -95,7 +97,7 @@ def warm_start(
         if getattr(own, name) != getattr(wanted, name):
             raise InputError(
                 f"{where} is a drafter for another target: its {name} is {getattr(own, name)}, "
-                f"this target's is {getattr(wanted, name)}"
+                f"this target's is {getattr(wanted, name)}; give one that was made for this target"
             )
     unlike = [name for name in _SETTINGS if getattr(own, name) != getattr(wanted, name)]
     if unlike:

@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftmill.checkpoint.zlab import ARCHITECTURE, need, scales, transformer_config, transformer_values
+from draftmill.checkpoint.zlab import (
+    ANCHOR_SLOT_GIVEN,
+    ARCHITECTURE,
+    need,
+    scales,
+    transformer_config,
+    transformer_values,
+)
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 
@@ -76,7 +83,8 @@ def from_config(config: dict[str, Any], where: str, num_target_layers: int | Non
         raise InputError(f"{where} is a speculator of type {kind!r}; only 'dflash' can be read")
     for key in ("sample_from_anchor", "sliding_window_non_causal"):
         if config.get(key):
-            raise InputError(f"{where}: {key} = true stands for another block layout, which is not implemented")
+            wanted = ANCHOR_SLOT_GIVEN if key == "sample_from_anchor" else "; give one without it"
+            raise InputError(f"{where}: {key} = true stands for another block layout, which is not implemented{wanted}")
     network = need(config.get("transformer_layer_config"), "transformer_layer_config", where)
     if config.get("draft_vocab_size") != network.get("vocab_size"):
         raise InputError(

@@ -38,6 +38,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SHIFTS = ("sample_from_anchor", "shift_label")
 """Those by which a slot stands for another token than here."""
 
+ANCHOR_SLOT_GIVEN = "; give one whose slot k stands for the k-th token after the anchor"
+"""What errors say to do about them."""
+
 _READ = (
     "mask_token_id",
     "mask_token",
@@ -167,14 +170,14 @@ def _refuse_another_kind(where: str, key: str, value: Any) -> None:
     """Raise InputError for a value that stands for another network or block layout; the key follows `where` at once."""
     if value in _NEUTRAL.get(key, ()):
         return
-    wanted = "; give one whose slot k stands for the k-th token after the anchor" if key in _SHIFTS else ""
+    wanted = ANCHOR_SLOT_GIVEN if key in _SHIFTS else ""
     raise InputError(f"{where}{key} = {value!r} stands for a drafter that is not implemented{wanted}")
 
 
 def need(value: Any, key: str, where: str) -> Any:
     """The value, or an InputError that names its key where there is none."""
     if value is None:
-        raise InputError(f"{where} has no {key}")
+        raise InputError(f"{where} has no {key}; add it there")
     return value
 
 

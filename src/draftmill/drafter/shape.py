@@ -100,12 +100,12 @@ def default_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
 def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """Raise InputError unless the ids are distinct, ascending layers of the target."""
     if not layer_ids or list(layer_ids) != sorted(set(layer_ids)):
-        raise InputError(f"tapped layer ids must be distinct and ascending, got {list(layer_ids)}")
+        raise InputError(f"tapped layer ids must be distinct and ascending, got {list(layer_ids)}; name others")
     # The last layer's output is read before the final norm by some engines and after it by others.
     if layer_ids[0] < 0 or layer_ids[-1] >= num_target_layers - 1:
         raise InputError(
             f"tapped layer ids must lie in 0..{num_target_layers - 2} (the last layer is not tapped), "
-            f"got {list(layer_ids)}"
+            f"got {list(layer_ids)}; name others"
         )
 
 
@@ -114,7 +114,8 @@ def check_rope(rope: dict[str, Any]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in IMPLEMENTED_ROPE:
         raise InputError(
-            f"the target's rotary embedding is of type {kind!r}; the drafter implements {', '.join(IMPLEMENTED_ROPE)}"
+            f"the target's rotary embedding is of type {kind!r}; the drafter implements {', '.join(IMPLEMENTED_ROPE)}: "
+            "take a target with one of these"
         )
     if rope.get("rope_theta") is None:
         raise InputError("the target's configuration gives no rope_theta for its rotary embedding")
