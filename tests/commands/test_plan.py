@@ -97,6 +97,15 @@ def test_the_table(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "all-reduce is not counted" in printed
 
 
+def test_large_numbers_are_written_out(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs_of(update_s=12345.0)))
+    assert plan(str(run_yaml), "--costs", str(file)) == 0
+    printed = capsys.readouterr().out
+    assert "update 12,345,000 ms" in printed
+    assert "e+0" not in printed
+
+
 def test_packed_rows_are_planned_too(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     got = planned(capsys, str(run_yaml), "data.batching=packed")
     assert [each["num_padded"] for each in got["costs"]["buckets"]] == [128]

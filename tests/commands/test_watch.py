@@ -137,6 +137,17 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     assert '"charts":[]' in page
 
 
+def test_a_small_run_without_a_gpu_shows_its_tokens_and_no_memory(two_runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_runs / "runs" / "one", tmp_path / "small")
+    path = tmp_path / "small" / "metrics.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()[:2]]
+    path.write_text("".join(json.dumps({**step, "context_tokens": 700, "peak_bytes": 0}) + "\n" for step in steps))
+    page = build_report([tmp_path / "small"])
+    assert "<td>1.4 K</td>" in page
+    assert "Peak GPU memory" not in page
+    assert '"key":"loss"' in page
+
+
 def test_output_that_cannot_be_written(two_runs: Path) -> None:
     (two_runs / "file").write_text("x")
     done = draftmill("report", "one", "--output", "file/page.html", folder=two_runs)

@@ -103,7 +103,7 @@ def report_command(runs: list[str], output: str) -> int:
         os.replace(new, path)
     except OSError as error:
         raise InputError(f"{path} can't be written: {error.strerror}; choose another --output") from None
-    print(f"{path}: {len(page) / 1e6:.1f} MB, {len(runs)} run{'s' if len(runs) > 1 else ''}")
+    print(f"{path}: {len(page.encode()) / 1e3:,.0f} kB, {len(runs)} run{'s' if len(runs) > 1 else ''}")
     return 0
 
 
@@ -168,7 +168,8 @@ def _has(metrics: Metrics, chart: dict[str, Any]) -> bool:
     key = chart["key"]
     if chart.get("slots"):
         return any(isinstance(record.get(key), list) for record in [*metrics.steps, *metrics.evaluations])
-    return bool(_values(metrics, chart)[1])
+    values = _values(metrics, chart)[1]
+    return any(values) if key == "peak_bytes" else bool(values)  # a run without a GPU writes 0 there
 
 
 def _values(metrics: Metrics, chart: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -261,7 +262,7 @@ def _summary(runs: list[_Run]) -> str:
             f'<span class="{_tone(status.phase)}">{html.escape(str(status.phase))}</span>',
             number(metrics.steps[-1]["step"] if metrics.steps else None, "{:,}"),
             duration(elapsed_s if elapsed_s is not None else status.running_s),
-            number(sum(tokens) / 1e6 if tokens else None, "{:,.1f} M"),
+            _tokens(sum(tokens)) if tokens else "",
             number(sum(recent) / len(recent) if recent else None, "{:.4f}"),
             number(best and best[1], "{:.2f}") + number(best and best[0], " (step {:,})"),
             number(_mean_speed(metrics), "{:.1f}", 1e-3),
@@ -272,6 +273,10 @@ def _summary(runs: list[_Run]) -> str:
         rows.append("<tr>" + "".join(f"<td>{cell or '–'}</td>" for cell in cells) + "</tr>")
     heads = "".join(f"<th>{name}</th>" for name in head)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _tokens(count: float) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} K"
 
 
 def _tone(phase: Phase) -> str:

@@ -75,13 +75,13 @@ def _show(setup: Setup, costs: Costs, pace: Pace, found: list[Split]) -> None:
 
 def _facts(setup: Setup, costs: Costs, pace: Pace) -> list[str]:
     per_bucket = ", ".join(
-        f"{each.bucket}: {1e3 * each.target_s:.3g} / {1e3 * each.drafter_s:.3g} ms ({each.num_padded} tokens)"
+        f"{each.bucket}: {_short(1e3 * each.target_s)} / {_short(1e3 * each.drafter_s)} ms ({each.num_padded} tokens)"
         for each in costs.buckets
     )
     lines = [
         f"data     {pace.num_batches} batches an epoch of {pace.tokens:.0f} tokens on average",
-        f"costs    {costs.device}; target / drafter by bucket {per_bucket}; update {1e3 * costs.update_s:.3g} ms",
-        f"a batch  {1e3 * pace.target_s:.4g} ms on a target, {1e3 * pace.drafter_s:.4g} ms on a drafter",
+        f"costs    {costs.device}; target / drafter by bucket {per_bucket}; update {_short(1e3 * costs.update_s)} ms",
+        f"a batch  {_short(1e3 * pace.target_s, 4)} ms on a target, {_short(1e3 * pace.drafter_s, 4)} ms on a drafter",
         f"memory   target {_gib(costs.target_bytes)}, drafter {_gib(costs.drafter_bytes)} at the largest batch, "
         f"of {_gib(costs.device_bytes)} a device",
     ]
@@ -101,8 +101,8 @@ def _table(found: list[Split]) -> Table:
         targets = f"{split.targets}" + (f" x {split.group} devices" if split.group > 1 else "")
         table.add_row(
             f"{split.targets} of both" if split.shared else f"{targets} + {split.drafters}",
-            f"{split.ktokens_per_s:.4g}",
-            f"{split.epoch_hours:.3g}",
+            _short(split.ktokens_per_s, 4),
+            _short(split.epoch_hours),
             split.bottleneck,
             f"{100 * split.target_busy:.0f} + {100 * split.drafter_busy:.0f} %",
             _gib(split.free_bytes) if split.fits else "no room",
@@ -121,6 +121,11 @@ def _advice(costs: Costs, found: list[Split]) -> list[str]:
     if best.num_devices > 1 and costs.all_reduce_s == 0.0:
         lines.append("         the gradient's all-reduce is not counted: it was not measured (costs.all_reduce_s)")
     return lines
+
+
+def _short(value: float, digits: int = 3) -> str:
+    """So many significant digits, and never an exponent for a large number."""
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def _gib(num_bytes: int | None) -> str:
