@@ -1,4 +1,4 @@
-# make demo    a real drafter trained on a real model, measured and exported     (CPU: about six minutes)
+# make demo    a real drafter trained on a real model, measured and exported     (CPU: about four minutes)
 # make test    lint, types and the test suite
 #
 # TORCH=cuda            install torch as the index offers it, instead of the pinned CPU release

@@ -377,7 +377,7 @@ def demo(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
 ) -> None:
-    """All of it on a small real target: prepare, train, evaluate, export. About six minutes on two CPU cores."""
+    """All of it on a small real target: prepare, train, evaluate, export. About four minutes on two CPU cores."""
     from pathlib import Path
 
     from draftmill.demo.run import demo as run

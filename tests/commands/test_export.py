@@ -149,6 +149,19 @@ def test_a_run_s_best_checkpoint_is_exported_with_its_card(run_dir, tmp_path, ca
         assert said in card, said
 
 
+def test_the_card_s_recipe_has_no_setting_that_was_of_no_effect():
+    from draftmill.checkpoint.card import card
+
+    train = {"schedule": "cosine", "decay_share": 0.2, "slot_weights": "decay", "d_pace_alpha": 0.5, "muon_lr": 1e-3}
+    other = {"schedule": "warmup-stable-decay", "slot_weights": "d_pace", "optimizer": "muon"}
+    idle = ("train.decay_share: 0.2", "train.d_pace_alpha: 0.5", "train.muon_lr: 0.001")
+    text = card(SHAPE, {"config": {"train": train}}, "zlab", "name")
+    assert "train.schedule: cosine" in text
+    assert not any(line in text for line in idle)
+    text = card(SHAPE, {"config": {"train": {**train, **other}}}, "zlab", "name")
+    assert all(line in text for line in idle)
+
+
 def test_a_checkpoint_is_exported_in_the_speculators_layout(run_dir, tmp_path, capsys):
     out = tmp_path / "out"
     assert typed(run_dir / "checkpoints" / "step-10", "--layout", "speculators", "--output", out) == 0

@@ -48,6 +48,8 @@ _RECIPE = {
 
 _MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
 """Settings of train that are of no effect, and not shown, with another optimizer."""
+_ONLY_WITH = {"decay_share": ("schedule", "warmup-stable-decay"), "d_pace_alpha": ("slot_weights", "d_pace")}
+"""Settings of train that are of no effect, and not shown, unless another one is so."""
 
 WEIGHTS = {"ema": "the moving average", "raw": "those of the last step, not the moving average"}
 """Which of a checkpoint's weights, for a reader."""
@@ -213,10 +215,13 @@ def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: st
 
 def _recipe(facts: dict[str, Any]) -> str:
     config = facts.get("config") or {}
-    muon = _MUON if (config.get("train") or {}).get("optimizer") == "muon" else ()
+    train = config.get("train") or {}
+    idle = {key for key, (other, wanted) in _ONLY_WITH.items() if train.get(other) != wanted}
+    keys_of_train = _RECIPE["train"] + (_MUON if train.get("optimizer") == "muon" else ())
+    shown = {**_RECIPE, "train": tuple(key for key in keys_of_train if key not in idle)}
     found = {
         f"{section}.{key}": config[section][key]
-        for section, keys in {**_RECIPE, "train": _RECIPE["train"] + muon}.items()
+        for section, keys in shown.items()
         for key in keys
         if (config.get(section) or {}).get(key) is not None
     }
