@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from draftmill import __version__
-from draftmill.compiling import BUILD_LOCK
 from draftmill.config import Config
 from draftmill.errors import InputError
 from draftmill.monitor.layout import STATE_FILE
@@ -138,8 +137,7 @@ def _train(
 
     def prepare(replica: Replica, number: int) -> None:
         if number == 0:
-            with BUILD_LOCK:  # pinned memory is not allocated while another worker captures
-                saver.background.prepare(replica.weights(), replica.moments(), replica.average())
+            saver.prepare(replica)
         if checkpoint is not None:
             replica.restore(checkpoint)
 

@@ -10,6 +10,7 @@ from typing import Any
 from draftmill import __version__
 from draftmill.checkpoint.background import BackgroundSaver, Saved
 from draftmill.checkpoint.schedule import SaveSchedule
+from draftmill.compiling import BUILD_LOCK
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.supervision import within
@@ -31,6 +32,7 @@ class Saver:
         settings = setup.config.checkpoint
         self.setup, self.run = setup, run
         self.writes = setup.hosts.rank == 0
+        self.writer: Replica | None = None
         self.schedule = SaveSchedule(settings.every_steps, settings.every_minutes)
         self.background = BackgroundSaver(
             run_dir,
@@ -38,6 +40,12 @@ class Saver:
             keep_best=settings.keep_best,
             on_saved=self._tell,
         )
+
+    def prepare(self, writer: Replica) -> None:
+        """Make the host buffers for the one replica whose weights are written; the others hold the same."""
+        with BUILD_LOCK:  # pinned memory is not allocated while another worker captures
+            self.background.prepare(writer.weights(), writer.moments(), writer.average())
+        self.writer = writer
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step` steps. Nobody waits for the host that writes, so only it asks."""
@@ -53,9 +61,11 @@ class Saver:
         state = self.state(step, finished, accept_length)
 
         def save(replica: Replica) -> Any:
+            if replica is not self.writer:
+                return None
             return self.background.save(step, replica.weights(), replica.moments(), state, replica.average())
 
-        return save if self.writes else lambda _replica: None
+        return save
 
     def state(self, step: int, finished: bool, accept_length: float | None) -> dict[str, Any]:
         """All that a resume or an export needs to know besides tensors."""
