@@ -309,5 +309,7 @@ def test_evaluations_recorded_later_are_in_the_card(run_dir, tmp_path):
         assert "5 drafted tokens were the fastest" in card
         assert '"num_speculative_tokens": 5' in card
         assert "--speculative-num-draft-tokens 6" in card
-    record_evaluation(tmp_path / "b", SHAPE, "zlab", {**evaluation, "draft_tokens": [5]})
+    about = {"target": "org/Target-8B-FP8", "device": "a GPU"}
+    record_evaluation(tmp_path / "b", SHAPE, "zlab", {**evaluation, "draft_tokens": [5], "about": about})
+    assert "decoding (target `org/Target-8B-FP8`; a GPU):" in (tmp_path / "b" / "README.md").read_text()
     assert "fastest" not in (tmp_path / "b" / "README.md").read_text()  # one number was compared with nothing

@@ -177,7 +177,7 @@ def _acceptance(facts: dict[str, Any]) -> str:
     if rows := evaluation.get("rows"):
         columns = list(dict.fromkeys(column for row in rows for column in row))
         lines += [
-            f"Real speculative decoding{_measured(evaluation)}:\n",
+            f"Real speculative decoding{_measured(evaluation, (facts.get('target') or {}).get('model'))}:\n",
             f"| {' | '.join(columns)} |",
             "|---" * len(columns) + "|",
         ]
@@ -186,11 +186,13 @@ def _acceptance(facts: dict[str, Any]) -> str:
     return "\n".join(lines) if len(lines) > 1 else "## Acceptance\n\nNot measured yet: `draftmill evaluate` does.\n"
 
 
-def _measured(evaluation: dict[str, Any]) -> str:
-    """How an evaluation decoded and on what, as far as its record says."""
+def _measured(evaluation: dict[str, Any], target: str | None) -> str:
+    """How an evaluation decoded and on what, as far as its record says; the target where it is another."""
     about = evaluation.get("about") or {}
     sampling = about.get("sampling") or {}
     words = [str(about[key]) for key in ("device", "dtype") if about.get(key)]
+    if about.get("target") not in (None, target):
+        words.insert(0, f"target {_code(about['target'])}")
     if temperature := sampling.get("temperature"):
         words.append(f"temperature {temperature:g}, top-p {sampling['top_p']:g}, top-k {sampling['top_k'] or 'all'}")
     elif sampling:
