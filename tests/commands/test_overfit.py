@@ -1,4 +1,4 @@
-"""What is learned is what is served: case B1, a loss that looks right beside an acceptance length of one (and B13).
+"""What is learned is what is served: case B1, a loss that looks right beside an acceptance length of one (B12, B13).
 
 By commands alone. A drafter that has trained on one text must draft it in whole blocks where it is decoded for real: of
 what training gives the drafter (features, positions, slots, labels, head) nothing may differ from what decoding does.
@@ -74,6 +74,16 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dic
     return json.loads(capsys.readouterr().out.splitlines()[-1])["overall"][0]
 
 
+def assert_serves_beyond_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """B12: prompts longer than any sample of the training, up to the target's own limit."""
+    assert json.loads((folder / "drafter" / "config.json").read_text())["max_position_embeddings"] == 512
+    assert json.loads((folder / "drafter" / "draftmill.json").read_text())["facts"]["training_length"] == 128
+    prompts = folder / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w7 w1 w9 " * 150}) + "\n")
+    beyond = evaluated(capsys, folder / "drafter", "--prompts", prompts)
+    assert (beyond["answers"], beyond["identical"], beyond["tokens"]) == (1, 1, DECODED)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_was_learned_is_drafted_in_whole_blocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
@@ -94,3 +104,4 @@ def test_a_text_that_was_learned_is_drafted_in_whole_blocks(
     exported = evaluated(capsys, tmp_path / "drafter", "--prompts", tmp_path / "prompts.jsonl")
     assert exported["histogram"] == served["histogram"]
     assert exported["identical"] == 1
+    assert_serves_beyond_training(tmp_path, capsys)
