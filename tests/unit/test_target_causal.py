@@ -1,4 +1,4 @@
-"""A target's replica is refused where its features know what comes after them: blocks and right padding rest on it (B2)."""
+"""A target's replica is refused where its features know what follows: blocks and right padding rest on it (B2)."""
 
 from __future__ import annotations
 
