@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = (
             error.format_message() if isinstance(error, typer.BadParameter) else str(getattr(error, "message", error))
         )
-        _fail(f"{message} (see draftmill --help)")
+        _fail(f"{message.rstrip('.')} (see draftmill --help)")
     except typer.Abort:
         sys.exit(130)
     except BrokenPipeError:

@@ -142,7 +142,7 @@ def test_wrong_configs(config: Path, text: str, said: str, capsys: pytest.Captur
 
 def test_a_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no folder at" in refused(capsys, "--model-config", str(tmp_path / "nothing"), *OPTIONS)
-    assert refused(capsys, *OPTIONS).endswith("(see draftmill --help)\n")
+    assert refused(capsys, *OPTIONS).endswith("'--model-config' (see draftmill --help)\n")
 
 
 def test_the_benchmark_script_runs_on_a_cpu(tmp_path: Path) -> None:
