@@ -209,7 +209,8 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
     except Exception as error:  # its many causes are all the same to the user: no tokenizer there
         first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise InputError(
-            f"can't load the tokenizer of {target}: {first_line.rstrip('.')}; give a model folder or a hub id as --target"
+            f"can't load the tokenizer of {target}: {first_line.rstrip('.')}; give a model folder or a hub id as "
+            "--target"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(

@@ -240,5 +240,6 @@ def _explained(model: str, load: Any) -> Any:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"target {model!r} can't be loaded: {reason.rstrip('.')} (wanted: a local folder or hub id of a Hugging Face causal LM)"
+            f"target {model!r} can't be loaded: {reason.rstrip('.')} (wanted: a local folder or hub id of a Hugging "
+            "Face causal LM)"
         ) from error
