@@ -146,7 +146,8 @@ def test_ps_lists_runs_and_how_to_end_them(tmp_path: Path) -> None:
 
 def test_a_detached_run_outlives_its_starter_and_its_group(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom pathlib import Path\nfrom draftmill.monitor.detach import start_detached\n"
+        "import signal\nimport sys\nfrom pathlib import Path\nfrom draftmill.monitor.detach import start_detached\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # whoever runs the tests may have it ignored, as nohup does
         "run = start_detached(sys.argv[2:], Path(sys.argv[2]), program=[sys.executable, sys.argv[1]])\n"
         "print('\\n'.join(run.lines()), flush=True)\nsys.stdin.read()\n"
     )
