@@ -43,30 +43,9 @@ from draftmill.target.step import EagerForward, Forward, first_line, largest_dif
 from draftmill.target.step_compiled import CompiledForward
 from draftmill.target.step_fused import FusedForward
 from draftmill.target.step_graphed import GraphedForward
+from pipeline_world import QWEN3_8B, TINY
 
 GIB = 2**30
-QWEN3_8B = dict(
-    model_type="qwen3",
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    rope_theta=1000000.0,
-)
-TINY = dict(
-    QWEN3_8B,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=512,
-)
 SIZES = {"32x512": (32, 512), "8x2048": (8, 2048), "4x8192": (4, 8192)}
 TINY_SIZES = {"32x512": (8, 16), "8x2048": (4, 32), "4x8192": (2, 64)}
 PADDED, PACKED = ("plain", "fused", "compiled"), ("packed", "packed-fused", "packed-compiled", "graphed")

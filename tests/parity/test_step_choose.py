@@ -10,47 +10,14 @@ import torch
 
 from draftmill.compiling import num_compilations
 from draftmill.config import TrainConfig
-from draftmill.drafter.loss import LossRule
-from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.step import choose, graphed
 from draftmill.step.choose import Decision
 from draftmill.step.compiled import CompiledStep
 from draftmill.step.eager import EagerStep
 from draftmill.step.graphed import GraphedStep
-from draftmill.step.state import StepShape, StepState
-from draftmill.target.head import TargetHead
+from draftmill.step.state import StepState
 from draftmill.train.optimizer import FlatAdamW
-
-ANCHORS, BLOCK = 8, 4
-
-
-def make_state() -> StepState:
-    shape = DrafterShape(
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        vocab_size=40,
-        block_size=BLOCK,
-        mask_token_id=39,
-        target_layer_ids=(1,),
-        num_target_layers=4,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        max_position_embeddings=64,
-    )
-    matrix = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
-    return StepState(
-        Drafter(shape, seed=1),
-        TargetHead(matrix, matrix),
-        LossRule(4.0),
-        StepShape(32, ANCHORS, 8),
-        torch.device("cpu"),
-        torch.float32,
-    )
+from small_steps import ANCHORS, small_state
 
 
 class Replayed:
@@ -98,7 +65,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def decided(decision: Decision) -> tuple[choose.Built, StepState]:
-    state = make_state()
+    state = small_state()
     with choose._undisturbed(state):
         choose.fill_randomly(state)
         return choose._decided(state, FlatAdamW(state.flat, TrainConfig()), decision), state
@@ -138,13 +105,13 @@ def test_all_ways_are_tried_on_one_compilation_and_the_next_drafter_takes_the_ch
     assert not state.features_TF.any()
 
     for num_blocks in (ANCHORS, 3, ANCHORS):
-        expected = gradient_of(EagerStep(make_state()), num_blocks)
+        expected = gradient_of(EagerStep(small_state()), num_blocks)
         torch.testing.assert_close(gradient_of(built.step, num_blocks), expected, rtol=1e-4, atol=1e-5)
 
     monkeypatch.setattr(choose, "_fastest", None)  # nobody tries again
     second, _ = decided(decision)
     assert second.report == "graphed (auto: as the first drafter's)"
-    expected = gradient_of(EagerStep(make_state()), 5)
+    expected = gradient_of(EagerStep(small_state()), 5)
     torch.testing.assert_close(gradient_of(second.step, 5), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -9,47 +9,15 @@ import torch
 
 from draftmill.compiling import num_compilations
 from draftmill.config import TrainConfig
-from draftmill.drafter.loss import LossRule
-from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.step.choose import build_step, fill_randomly
-from draftmill.step.state import StepShape, StepState
-from draftmill.target.head import TargetHead
 from draftmill.train.optimizer import FlatAdamW
+from small_steps import ANCHORS, BLOCK, small_state
 
-ANCHORS, BLOCK, STEPS = 8, 4, 20
-
-
-def make_state() -> StepState:
-    shape = DrafterShape(
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        vocab_size=40,
-        block_size=BLOCK,
-        mask_token_id=39,
-        target_layer_ids=(1,),
-        num_target_layers=4,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        max_position_embeddings=64,
-    )
-    matrix = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
-    return StepState(
-        Drafter(shape, seed=1),
-        TargetHead(matrix, matrix),
-        LossRule(4.0),
-        StepShape(32, ANCHORS, 8),
-        torch.device("cpu"),
-        torch.float32,
-    )
+STEPS = 20
 
 
 def train(choice: str) -> tuple[torch.Tensor, list[float]]:
-    state = make_state()
+    state = small_state()
     optimizer = FlatAdamW(state.flat, TrainConfig())
     built = build_step(choice, state, optimizer)  # type: ignore[arg-type]
     losses = []
@@ -85,7 +53,7 @@ def test_twenty_steps_compiled_in_two_threads_end_at_eagers_weights() -> None:
 
 
 def test_the_update_equals_torchs_adamw() -> None:
-    state = make_state()
+    state = small_state()
     config = TrainConfig(weight_decay=0.1, clip=0.5)
     optimizer = FlatAdamW(state.flat, config)
     matrices = [p.detach().clone().requires_grad_() for p in state.drafter.parameters() if p.dim() == 2]
@@ -117,7 +85,7 @@ def test_the_update_equals_torchs_adamw() -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights() -> None:
-    state = make_state()
+    state = small_state()
     optimizer = FlatAdamW(state.flat, TrainConfig())
     before = state.flat.master.clone()
     state.flat.gradient.fill_(1.0)

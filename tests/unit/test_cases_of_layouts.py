@@ -11,27 +11,10 @@ from safetensors.torch import save_file
 
 from draftmill.checkpoint import read_published, speculators, warm_start, zlab
 from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 from draftmill.target.mask_token import resolve_mask_token
+from small_steps import SHAPE
 from tiny import save_tokenizer
-
-SHAPE = DrafterShape(
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    vocab_size=40,
-    block_size=4,
-    mask_token_id=39,
-    target_layer_ids=(1,),
-    num_target_layers=4,
-    rope={"rope_type": "default", "rope_theta": 1e4},
-    max_position_embeddings=64,
-)
 
 
 def published(folder: Path, config: dict[str, Any]) -> str:

@@ -16,15 +16,11 @@ import torch
 import draftmill
 from draftmill.compiling import BUILD_LOCK, num_compilations, record_graph
 from draftmill.config import TrainConfig
-from draftmill.drafter.loss import LossRule
-from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.step.choose import build_step
 from draftmill.step.compiled import compile_piece
-from draftmill.step.state import StepShape, StepState
-from draftmill.target.head import TargetHead
 from draftmill.target.step_compiled import CompiledForward
 from draftmill.train.optimizer import FlatAdamW
+from small_steps import small_state
 from target_kinds import random_tokens, tiny_target
 
 SOURCES = sorted(Path(str(draftmill.__file__)).parent.rglob("*.py"))
@@ -123,31 +119,7 @@ def compiler_that_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]
 
 def test_a_drafters_step_is_compiled_under_the_lock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """B30, B31: nobody else compiles, warms up or captures meanwhile; afterwards nothing is compiled any more."""
-    shape = DrafterShape(
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        vocab_size=40,
-        block_size=4,
-        mask_token_id=39,
-        target_layer_ids=(1,),
-        num_target_layers=4,
-        rope={"rope_type": "default", "rope_theta": 1e4},
-        max_position_embeddings=64,
-    )
-    matrix = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
-    state = StepState(
-        Drafter(shape, seed=1),
-        TargetHead(matrix, matrix),
-        LossRule(4.0),
-        StepShape(32, 8, 8),
-        torch.device("cpu"),
-        torch.float32,
-    )
+    state = small_state()
     with compiler_that_looks(monkeypatch) as held:
         built = build_step("compiled", state, FlatAdamW(state.flat, TrainConfig()))
         assert held
