@@ -304,3 +304,18 @@ def test_speculators_own_converter_maps_our_zlab_export_to_our_speculators_confi
             read = getattr(mine.transformer_layer_config, key)
             assert read == getattr(theirs.transformer_layer_config, key), key
     assert speculators.from_config({**theirs.to_dict(), "num_target_layers": 8}, "config.json") == shape
+
+
+def test_a_reader_that_can_not_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raises: it is named, with its version and the first line of what it said."""
+
+    def reader(folder: Path) -> None:
+        raise TypeError("a field is not fully defined\nfor further information ...")
+
+    monkeypatch.setitem(check.READERS, "zlab", {"numpy": reader})
+    drafter = drafter_of()
+    folder = exported(drafter, tmp_path)
+    with pytest.raises(
+        InputError, match=r"numpy [\d.]+ can't read the export: TypeError: a field is not fully defined$"
+    ):
+        check_export(folder, "zlab", drafter.shape, dict(drafter.named_parameters()))

@@ -184,6 +184,11 @@ def _check_reader(package: str, reader: Reader, folder: Path, drafter: Drafter) 
             read = reader(folder)
     except ImportError as error:
         return f"not checked: {package} {version} is installed but can't be imported: {error}"
+    except Exception as error:  # a reader of others, over a transformers of any version
+        lines = str(error).strip().splitlines() or [""]
+        raise InputError(
+            f"check failed: {package} {version} can't read the export: {type(error).__name__}: {lines[0][:200]}"
+        ) from error
     largest = 0.0
     for probe in probes(drafter.shape):
         for own, other in zip(ours(drafter, probe), read(probe), strict=True):
@@ -230,6 +235,8 @@ def _speculators(folder: Path) -> Read:
         def load_verifier_weights(self) -> None:
             pass
 
+    # transformers 5.24 names torch in its configuration's fields, where pydantic does not find it by itself.
+    module.DFlashSpeculatorConfig.model_rebuild(_types_namespace={"torch": torch})
     config = module.DFlashSpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     config.speculators_config.verifier.name_or_path = None  # else the target's own config is looked up
