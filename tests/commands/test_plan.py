@@ -78,6 +78,11 @@ def test_measured_on_a_cpu_and_read_back(run_yaml: Path, tmp_path: Path, capsys:
     saved.write_text(json.dumps(got))
     again = planned(capsys, str(run_yaml), "--costs", str(saved))
     assert again["costs"] == costs
+    assert costs["measured_for"]["target.model"] == "target"
+    assert plan(str(run_yaml), "--costs", str(saved), "train.num_anchors=7") == 2
+    said = capsys.readouterr().err
+    assert f"{saved} was measured with train.num_anchors=" in said
+    assert "this run has 7; measure again" in said
     assert again["splits"] == got["splits"]
 
 

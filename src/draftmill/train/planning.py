@@ -29,7 +29,11 @@ def plan(config: Config, costs_file: str | None, num_devices: int | None, as_jso
     if num_devices is not None and num_devices < 1:
         raise InputError(f"--num-devices must be at least 1, got {num_devices}")
     setup = set_up(config, Hosts())
-    costs = read_costs(costs_file) if costs_file is not None else measure(setup)
+    if costs_file is None:
+        costs = measure(setup)
+    else:
+        costs = read_costs(costs_file)
+        costs.check_same(config, costs_file)
     pace = pace_of(
         costs, batch_sizes(setup.plan, setup.store.lengths), config.train.accumulate, config.train.anchor_draws
     )

@@ -12,12 +12,13 @@ import logging
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftmill.config import Config
 from draftmill.data.loader import Loader
 from draftmill.errors import InputError
 from draftmill.pipeline.channel import Slot
@@ -65,6 +66,7 @@ class Costs:
     update_s        one optimizer update
     all_reduce_s    summing the gradient over all drafters, 0 where it was not measured
     target_step, drafter_step  how they ran
+    measured_for    the settings that costs depend on most, by dotted name; empty where a file does not say
     """
 
     device: str
@@ -77,6 +79,16 @@ class Costs:
     all_reduce_s: float = 0.0
     target_step: str = ""
     drafter_step: str = ""
+    measured_for: dict[str, Any] = field(default_factory=dict)
+
+    def check_same(self, config: Config, where: str) -> None:
+        """Raise InputError where they were measured for another target, drafter or batch than this configuration's."""
+        for name, value in settings_of(config).items():
+            if (before := self.measured_for.get(name, value)) != value:
+                raise InputError(
+                    f"{where} was measured with {name}={before}, this run has {value}; measure again, with "
+                    "draftmill plan RUN.YAML --json > FILE"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able mapping that `from_dict` reads back."""
@@ -88,7 +100,7 @@ class Costs:
         if not isinstance(raw, dict):
             raise InputError(f"{where} holds no costs; write them with draftmill plan RUN.YAML --json > FILE")
         names = {field.name for field in fields(cls)}
-        needed = names - {"all_reduce_s", "target_step", "drafter_step"}
+        needed = names - {"all_reduce_s", "target_step", "drafter_step", "measured_for"}
         if wrong := sorted(set(raw) - names) or sorted(needed - set(raw)):
             known = ", ".join(sorted(names))
             raise InputError(f"{where}: the costs' keys are {known}; {', '.join(wrong)} is unknown or missing")
@@ -112,6 +124,23 @@ class Costs:
                 raise ValueError(f"bucket {bucket.bucket} must have tokens and times above 0, got {bucket}")
         if any(not 0 <= seconds < float("inf") for seconds in times):
             raise ValueError("times must be seconds, 0 or more")
+
+
+MEASURED_FOR = (
+    "target.model",
+    "drafter.num_layers",
+    "drafter.num_taps",
+    "drafter.block_size",
+    "train.num_anchors",
+    "data.token_budget",
+    "data.batching",
+)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """The values of the settings that costs depend on most; of the target its name, wherever it lies."""
+    found = {name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in MEASURED_FOR}
+    return {**found, "target.model": Path(config.target.model).name}
 
 
 def read_costs(path: str) -> Costs:
@@ -198,6 +227,7 @@ def costs_of(
     device = setup.placement.drafters[0]
     cuda = device.type == "cuda"
     return Costs(
+        measured_for=settings_of(setup.config),
         device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
         group=len(setup.placement.targets[0]),

@@ -49,7 +49,7 @@ def check_costs(setup: Setup) -> None:
     """Raise InputError where devices are to be chosen by a file of costs that can't be used."""
     config = setup.config
     if config.pipeline.costs is not None and setup.hosts.rank == 0 and _is_open(config):
-        read_costs(config.pipeline.costs)
+        read_costs(config.pipeline.costs).check_same(config, config.pipeline.costs)
 
 
 def with_best_split(
