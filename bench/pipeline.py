@@ -29,7 +29,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import traceback
@@ -48,6 +47,7 @@ from draftmill.train.loading import Loaded
 from draftmill.train.setup import Setup, set_up
 from pipeline_rig import Measured, Rig, Seat, free_memory, peaks, say
 from pipeline_world import LAUNCH_BOUND, SIZES, Size, config_of, random_loaded, wait_for_all, write_world
+from provenance import commit
 
 PARTS = ("share", "peer", "gil")
 GIL_TARGETS, GIL_DRAFTERS = 5, 3
@@ -256,7 +256,6 @@ def parsed() -> argparse.Namespace:
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
     cuda = options.devices[0].startswith("cuda")
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "device": torch.cuda.get_device_name(0) if cuda else platform.machine(),
         "devices": options.devices,
@@ -265,7 +264,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "num_anchors": options.size.num_anchors,
         "batches": options.batches,
         "rounds": options.rounds,
-        "commit": done.stdout.strip() or None,
+        "commit": commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }

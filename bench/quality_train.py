@@ -14,12 +14,10 @@ import gc
 import json
 import math
 import platform
-import subprocess
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from draftmill.evaluate.command import build_drafter
 from draftmill.pipeline.collective import Hosts
 from draftmill.target.load import load_target
 from draftmill.train.setup import set_up
+from provenance import commit, version
 from quality_clock import Course, Kept
 from quality_file import chosen_items, read_file
 from quality_ours import Trainer
@@ -259,20 +258,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def environment(device: str, target: str) -> dict[str, Any]:
     """Where and with what something was measured."""
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "target": Path(target).name,
         "device": torch.cuda.get_device_name(0) if device != "cpu" else platform.machine(),
-        "commit": done.stdout.strip() or None,
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "commit": commit(),
+        "versions": {name: found for name in PACKAGES if (found := version(name)) is not None},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _as_saved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -22,10 +22,8 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ import transformers
 from draftmill.drafter.shape import DrafterShape
 from draftmill.step.bench import matmul_tflops, on_own_stream, pick_device
 from draftmill.step.workload import Workload
+from provenance import commit, version
 from step_race import OURS, PEERS, STARTED, Race, Size, say
 
 QWEN3_8B = DrafterShape(
@@ -82,20 +81,7 @@ TINY_SIZES = {
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for package in (*PEERS, "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+    return found | {package: version(package) for package in (*PEERS, "triton")}
 
 
 def show(size: str, result: dict[str, Any], ceiling: float) -> None:

@@ -22,11 +22,9 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -44,6 +42,7 @@ from draftmill.target.step_compiled import CompiledForward
 from draftmill.target.step_fused import FusedForward
 from draftmill.target.step_graphed import GraphedForward
 from pipeline_world import QWEN3_8B, TINY
+from provenance import commit, version
 
 GIB = 2**30
 SIZES = {"32x512": (32, 512), "8x2048": (8, 2048), "4x8192": (4, 8192)}
@@ -257,20 +256,7 @@ def say(text: str) -> None:
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for package in ("liger-kernel", "triton"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
+    return found | {package: version(package) for package in ("liger-kernel", "triton")}
 
 
 def parsed() -> argparse.Namespace:
