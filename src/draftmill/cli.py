@@ -400,6 +400,9 @@ def bench_step(
     documents: Annotated[int, typer.Option(help="Documents of equal length that the context is made of.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto (bfloat16 on CUDA, else float32), bfloat16 or float32.")] = "auto",
+    float8: Annotated[
+        str | None, typer.Option(help="Products in float8: head (the loss's) or all (the drafter's too).")
+    ] = None,
     step: Annotated[str, typer.Option(help="eager, compiled, graphed or auto.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Steps timed.")] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on the last line.")] = False,
@@ -420,6 +423,7 @@ def bench_step(
         documents=documents,
         device=device,
         dtype=dtype,
+        float8=float8,
         step=step,
         repeats=repeats,
         as_json=json,

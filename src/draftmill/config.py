@@ -18,6 +18,7 @@ from draftmill.errors import InputError
 
 StepChoice = Literal["eager", "compiled", "graphed", "auto"]
 Devices = list[str | list[str]] | Literal["auto"]
+Float8Choice = Literal["head", "all"]
 LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
@@ -130,6 +131,9 @@ class DrafterConfig(_Section):
     """Warm start: a folder or hub id in z-lab layout whose weights the run begins with."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; masters are float32 always. auto: bfloat16 on CUDA and on CPUs that have it."""
+    float8: Float8Choice | None = None
+    """Products in float8 while training, on GPUs that can. head: the loss's with the target's LM head; all: the
+    drafter's own matrices' too. Weights and moments keep their types, and so do drafts in an evaluation."""
     step: StepChoice = "auto"
     """How the step runs; auto tries them in the worker and keeps the fastest that equals eager."""
     checkpoint_activations: bool = False

@@ -30,6 +30,7 @@ ORDER = (
     "data",
     "monitor",
     "compiling",
+    "float8",
     "records",
     "config",
     "errors",

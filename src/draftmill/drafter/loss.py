@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -109,9 +110,26 @@ def target_places(blocks: Blocks, rows_R: torch.Tensor, block_size: int) -> torc
     return (blocks.anchors_A.long()[block] + slot - 1).clamp(0, blocks.tokens_T.shape[0] - 1)
 
 
-RowScores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+class RowScores(NamedTuple):
+    """What a chunk's rows cost. The last three have no meaning where no slope was wanted.
+
+    cross_entropy_R, costs_R  float32
+    correct_R      bool: whether each row's likeliest token is its label
+    slope_RV       d(cost)/d(raw logits), of any type, but for a factor on its rows
+    factor_R       that factor, float32; None for 1
+    label_slope_R  float32: what the slope at the label is where `slope_RV` leaves it out; None where it does not
+    """
+
+    cross_entropy_R: torch.Tensor
+    costs_R: torch.Tensor
+    correct_R: torch.Tensor
+    slope_RV: torch.Tensor
+    factor_R: torch.Tensor | None = None
+    label_slope_R: torch.Tensor | None = None
+
+
 ScoreRows = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, LossRule, float | None, bool], RowScores]
-"""`score_rows`, or what stands in for it on a device."""
+"""`score_rows`, or what stands in for it on a device or for a head."""
 
 
 def loss_chunk(
@@ -134,23 +152,24 @@ def loss_chunk(
     d(sum w*cost)/d(hidden) [R, H] (the rows themselves where none is wanted).
     Logits [R, V] live only here.
     """
-    logits = head.logits(hidden_RH)
+    logits = head.drafted_logits(hidden_RH)
     target_logits = None
     if rule.needs_target:
         assert target_RH is not None
         target_logits = head.logits(target_RH)
-    cross_entropy, costs, correct, slope, scale_R = (score or score_rows)(
-        logits, target_logits, labels_R, rule, head.logit_softcap, with_slope
-    )
+    found = (score or score_rows)(logits, target_logits, labels_R, rule, head.logit_softcap, with_slope)
     if rule.alpha is not None:
         supervised = weights_R.view(-1, slots) > 0
-        weights_R = d_pace_weights(cross_entropy.view(-1, slots), supervised, rule.alpha).flatten()
+        weights_R = d_pace_weights(found.cross_entropy_R.view(-1, slots), supervised, rule.alpha).flatten()
     if not with_slope:
-        return costs, weights_R, correct, hidden_RH
+        return found.costs_R, weights_R, found.correct_R, hidden_RH
     # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
-    factors_R = weights_R * head.logit_scale if scale_R is None else weights_R * scale_R * head.logit_scale
-    slope_RH = (slope.to(hidden_RH.dtype) @ head.head_VH) * factors_R[:, None]
-    return costs, weights_R, correct, slope_RH.to(hidden_RH.dtype)
+    scaled_R = weights_R * head.logit_scale
+    factors_R = scaled_R if found.factor_R is None else scaled_R * found.factor_R
+    slope_RH = head.back(found.slope_RV) * factors_R[:, None]
+    if found.label_slope_R is not None:
+        slope_RH = slope_RH + head.head_VH[labels_R] * (scaled_R * found.label_slope_R)[:, None]
+    return found.costs_R, weights_R, found.correct_R, slope_RH.to(hidden_RH.dtype)
 
 
 def score_rows(
@@ -161,11 +180,10 @@ def score_rows(
     softcap: float | None,
     with_slope: bool,
 ) -> RowScores:
-    """Cross entropies [R] and costs [R], float32, whether each row is right [R] bool, and d(cost)/d(raw logits) [R, V]
-    as a tensor and a factor on its rows [R] float32, None for 1.
+    """What rows of logits cost, and where wanted the slope.
 
     logits and, where the rule needs them, target_logits [R, V]: both may be overwritten. softcap: what both went
-    through. Without `with_slope` the last two have no meaning.
+    through.
     """
     logits = _wide(logits)
     if target_logits is not None:
@@ -185,12 +203,12 @@ def score_rows(
             if rule.cross_entropy != 1.0:
                 slope *= rule.cross_entropy
     if not with_slope:
-        return cross_entropy, costs, correct, slope, None
+        return RowScores(cross_entropy, costs, correct, slope)
     if rule.cross_entropy:
         slope = _less_at(slope, labels_R, rule.cross_entropy)
     if softcap is not None:
         slope = slope * (1.0 - (logits / softcap).square())
-    return cross_entropy, costs, correct, slope, None
+    return RowScores(cross_entropy, costs, correct, slope)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

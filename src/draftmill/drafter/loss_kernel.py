@@ -1,16 +1,21 @@
 """What a chunk of logits costs on CUDA, with the likeliest tokens and the slope, in two or three passes over each row.
 
-The slope overwrites the logits, so a chunk's logits exist once. The terms and their slopes are those of loss.py.
+The slope overwrites the logits, so a chunk's logits exist once; a slope in float8 alone is a tensor of its own. The
+terms and their slopes are those of loss.py and loss_float8.py.
 Imported on CUDA only.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from draftmill.drafter.float8 import VALUES
 from draftmill.drafter.loss import LossRule, RowScores
+from draftmill.drafter.loss_float8 import SLOPE_UNIT
 
 BLOCK = 4096
 WARPS = 16
@@ -24,19 +29,25 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     cross_entropy_ptr,
     scale_ptr,
     correct_ptr,
+    slope_ptr,
+    label_slope_ptr,
     softcap,
     size: tl.constexpr,
     target_labels: tl.constexpr,
     with_slope: tl.constexpr,
+    label_apart: tl.constexpr,
+    slope_unit: tl.constexpr,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
     """Cross entropy alone: the largest logit, then one exponential an element, which is also the slope.
 
     The slope is left undivided by the sum of exponentials, which is known only at the end: that is the rows' factor.
+    label_apart: the slope goes elsewhere, times slope_unit and 0 at the label, whose own slope is given for itself.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * size
+    slope_ptr += row.to(tl.int64) * size
     target_ptr += row.to(tl.int64) * size
     lanes = tl.arange(0, block)
     largest, where = tl.full([block], -float("inf"), tl.float32), tl.full([block], 0, tl.int32)
@@ -68,7 +79,9 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
         if with_slope:
             if has_softcap:
                 slope *= 1.0 - (x / softcap) * (x / softcap)
-            tl.store(logits_ptr + columns, slope.to(logits_ptr.dtype.element_ty), mask=inside)
+            if label_apart:
+                slope = tl.where(columns == label, 0.0, slope * slope_unit)
+            tl.store(slope_ptr + columns, slope.to(slope_ptr.dtype.element_ty), mask=inside)
     sum_exp = tl.sum(total, axis=0)
     tl.store(cross_entropy_ptr + row, tl.log(sum_exp) + top - at_label)
     tl.store(correct_ptr + row, best == label)
@@ -76,9 +89,13 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
         at_slope = tl.exp(at_label - top) - sum_exp
         if has_softcap:
             at_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
-        tl.store(scale_ptr + row, 1.0 / sum_exp)
-        tl.debug_barrier()  # after the store above that also wrote there
-        tl.store(logits_ptr + label, at_slope.to(logits_ptr.dtype.element_ty))
+        if label_apart:
+            tl.store(scale_ptr + row, 1.0 / (sum_exp * slope_unit))
+            tl.store(label_slope_ptr + row, at_slope / sum_exp)
+        else:
+            tl.store(scale_ptr + row, 1.0 / sum_exp)
+            tl.debug_barrier()  # after the store above that also wrote there
+            tl.store(slope_ptr + label, at_slope.to(slope_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -183,15 +200,90 @@ def score_rows(
     with_slope: bool,
 ) -> RowScores:
     """`loss.score_rows` in one launch, on contiguous logits of any float type; the slope takes the logits' place."""
-    rows, size = logits.shape
     if rule.needs_target and target_logits is None:
         raise RuntimeError("this loss looks at the target's logits, and was given none")
     target = logits if target_logits is None else target_logits
-    cross_entropy, other = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
-    correct = torch.empty(rows, device=logits.device, dtype=torch.bool)
-    given = (logits, target, labels_R, cross_entropy, other, correct)
-    cap = 1.0 if softcap is None else softcap
-    options = {
+    if not rule.compares:
+        return _cross_entropy(logits, target, labels_R, rule, softcap, with_slope, logits)
+    cross_entropy, costs, correct = _of_rows(logits)
+    _comparing_rows[(len(logits),)](
+        logits,
+        target,
+        labels_R,
+        cross_entropy,
+        costs,
+        correct,
+        rule.cross_entropy,
+        rule.kl,
+        rule.total_variation,
+        1.0 if softcap is None else softcap,
+        **_options(logits, rule, softcap, with_slope),
+    )
+    return RowScores(cross_entropy, costs, correct, logits)
+
+
+def score_rows_float8(
+    logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    labels_R: torch.Tensor,
+    rule: LossRule,
+    softcap: float | None,
+    with_slope: bool,
+    slope_type: torch.dtype = VALUES,
+) -> RowScores:
+    """`loss_float8.score_rows_float8` in one launch; the logits stay. slope_type: what its slope is stored as."""
+    if rule.needs_target or not with_slope:
+        return score_rows(logits, target_logits, labels_R, rule, softcap, with_slope)
+    slope = torch.empty_like(logits, dtype=slope_type)
+    return _cross_entropy(logits, logits, labels_R, rule, softcap, with_slope, slope)
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    labels_R: torch.Tensor,
+    rule: LossRule,
+    softcap: float | None,
+    with_slope: bool,
+    slope: torch.Tensor,
+) -> RowScores:
+    """Launch `_cross_entropy_rows`; where the slope does not take the logits' place it is without the labels."""
+    label_apart = slope is not logits
+    cross_entropy, scale, correct = _of_rows(logits)
+    label_slope = torch.empty_like(scale) if label_apart else scale
+    _cross_entropy_rows[(len(logits),)](
+        logits,
+        target,
+        labels_R,
+        cross_entropy,
+        scale,
+        correct,
+        slope,
+        label_slope,
+        1.0 if softcap is None else softcap,
+        label_apart=label_apart,
+        slope_unit=SLOPE_UNIT,
+        **_options(logits, rule, softcap, with_slope),
+    )
+    return RowScores(
+        cross_entropy,
+        rule.cross_entropy * cross_entropy,
+        correct,
+        slope,
+        rule.cross_entropy * scale,
+        rule.cross_entropy * label_slope if label_apart else None,
+    )
+
+
+def _of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two numbers and a truth for each row, yet to be written."""
+    first, second = (torch.empty(len(logits), device=logits.device, dtype=torch.float32) for _ in range(2))
+    return first, second, torch.empty(len(logits), device=logits.device, dtype=torch.bool)
+
+
+def _options(logits: torch.Tensor, rule: LossRule, softcap: float | None, with_slope: bool) -> dict[str, Any]:
+    size = logits.shape[1]
+    return {
         "size": size,
         "target_labels": rule.target_labels,
         "with_slope": with_slope,
@@ -200,8 +292,3 @@ def score_rows(
         "block": max(32 * WARPS, min(BLOCK, triton.next_power_of_2(size))),
         "num_warps": WARPS,
     }
-    if rule.compares:
-        _comparing_rows[(rows,)](*given, rule.cross_entropy, rule.kl, rule.total_variation, cap, **options)
-        return cross_entropy, other, correct, logits, None
-    _cross_entropy_rows[(rows,)](*given, cap, **options)
-    return cross_entropy, rule.cross_entropy * cross_entropy, correct, logits, rule.cross_entropy * other

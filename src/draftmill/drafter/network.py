@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftmill.drafter.attention import Attention, masked_attention
 from draftmill.drafter.cache import DrafterCache
+from draftmill.drafter.float8 import Rounded, float8_linear, rounded_once
 from draftmill.drafter.rope import Rotary, rotate
 from draftmill.drafter.shape import DrafterShape
 
@@ -26,13 +27,28 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class Linear(nn.Linear):
-    """A matrix without bias whose values `Drafter` sets, once and from its own generator."""
+    """A matrix without bias whose values `Drafter` sets, once and from its own generator.
+
+    float8: whether its products are in float8, for training; then what several matrices take may be `rounded_once`.
+    """
+
+    float8 = False
 
     def __init__(self, size_in: int, size_out: int) -> None:
         super().__init__(size_in, size_out, bias=False)
 
     def reset_parameters(self) -> None:
         """Leave the values unset."""
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor | Rounded:
+        """x as this matrix and others beside it take it."""
+        return rounded_once(x) if self.float8 else x
+
+    def forward(self, x: torch.Tensor | Rounded) -> torch.Tensor:
+        if self.float8:
+            return float8_linear(x, self.weight)
+        assert isinstance(x, torch.Tensor)
+        return F.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -63,11 +79,11 @@ class BlockAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def queries(self, hidden: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def queries(self, hidden: torch.Tensor | Rounded, angles: Angles) -> torch.Tensor:
         """hidden [Q, H] -> rotated queries [Q, N, D]."""
         return rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), *angles)
 
-    def keys_values(self, hidden: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, hidden: torch.Tensor | Rounded, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden or context [C, H] -> rotated keys and values, [C, M, D] each."""
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         return rotate(keys, *angles), self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
@@ -83,7 +99,8 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        shared = self.gate_proj.shared(x)
+        return self.down_proj(F.silu(self.gate_proj(shared)) * self.up_proj(shared))
 
 
 class DrafterLayer(nn.Module):
@@ -107,7 +124,7 @@ class DrafterLayer(nn.Module):
 
         drafted: the block size K where only slots 1..K-1 of each block are wanted, which makes it [A*(K-1), H].
         """
-        hidden = self.input_layernorm(x)
+        hidden = self.self_attn.q_proj.shared(self.input_layernorm(x))
         attended = attend(self.self_attn.queries(hidden, angles), *self.self_attn.keys_values(hidden, angles))
         attended = attended.flatten(-2)
         if drafted is not None:
@@ -134,9 +151,15 @@ class Drafter(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
-    def context(self, features: torch.Tensor) -> torch.Tensor:
-        """Features [..., L*H] -> context [..., H], which enters every layer unchanged."""
-        return self.hidden_norm(self.fc(features))
+    def use_float8(self) -> None:
+        """From now on multiply in float8, forward and backward. For training: inputs must be of two dimensions."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.float8 = True
+
+    def context(self, features: torch.Tensor) -> torch.Tensor | Rounded:
+        """Features [..., L*H] -> context [..., H], which enters every layer unchanged; in float8 rounded once."""
+        return self.fc.shared(self.hidden_norm(self.fc(features)))
 
     def forward(
         self,
@@ -181,7 +204,7 @@ class Drafter(nn.Module):
         index: int,
         layer: Any,
         x: torch.Tensor,
-        context: torch.Tensor,
+        context: torch.Tensor | Rounded,
         context_angles: Angles,
         block_angles: Angles,
         attention: Attention,

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 
-from draftmill.config import DrafterConfig, StepChoice
+from draftmill.config import DrafterConfig, Float8Choice, StepChoice
+from draftmill.drafter.float8 import check_float8
 from draftmill.drafter.shape import DrafterShape, shape_for, text_config
 from draftmill.errors import InputError
 from draftmill.step.choose import Optimizer, build_step
@@ -30,6 +31,7 @@ from draftmill.step.workload import Workload, random_blocks, random_features, ra
 from draftmill.target.load import load_config
 
 STEPS = ("eager", "compiled", "graphed", "auto")
+FLOAT8 = get_args(Float8Choice)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CEILING_SIZE, CEILING_SIZE_CPU = 8192, 1024
 """Edge of the square product that stands for the ceiling."""
@@ -49,6 +51,7 @@ class Request:
     documents: int = 1
     device: str = "auto"
     dtype: str = "auto"
+    float8: str | None = None
     step: str = "auto"
     repeats: int = 10
     as_json: bool = False
@@ -62,6 +65,7 @@ class Figures:
     work: Workload
     device: str
     dtype: str
+    float8: str | None
     report: str
     build_s: float
     step_s: list[float]
@@ -90,6 +94,7 @@ class Figures:
             "num_taps": len(self.shape.target_layer_ids),
             "device": self.device,
             "dtype": self.dtype,
+            "float8": self.float8,
             "torch": torch.__version__,
             "step": self.report,
             "build_s": round(self.build_s, 2),
@@ -111,7 +116,7 @@ class Figures:
             f"{shape.num_kv_heads} heads of {shape.head_dim}, vocabulary {shape.vocab_size:,}; {shape.num_layers} "
             f"layers, blocks of {shape.block_size}, taps of {shape.num_target_layers} layers at {ids}",
             f"batch    {self.work.documents} x {self.work.tokens_each} context tokens, {self.work.anchors} anchors; "
-            f"{self.dtype} on {self.device}",
+            f"{self.dtype}{f', float8: {self.float8}' if self.float8 else ''} on {self.device}",
             f"step     {self.report}; built in {self.build_s:.1f} s",
             f"time     {1e3 * self.median_s:.1f} ms, median of {len(self.step_s)} (fastest "
             f"{1e3 * min(self.step_s):.1f} ms); {self.work.context_tokens / self.median_s / 1e3:.1f} ktok/s of context",
@@ -141,10 +146,13 @@ def measure(request: Request, make_optimizer: Callable[[FlatParameters], Optimiz
         raise InputError(f"--step must be {', '.join(STEPS[:-1])} or {STEPS[-1]}, got {request.step!r}")
     if request.step == "graphed" and device.type != "cuda":
         raise InputError("--step graphed needs a CUDA device, got cpu; take eager, compiled or auto")
-    shape, work = _shape(request), _workload(request)
+    if request.float8 not in (None, *FLOAT8):
+        raise InputError(f"--float8 must be {' or '.join(FLOAT8)}, got {request.float8!r}")
+    shape, work, float8 = _shape(request), _workload(request), cast(Float8Choice | None, request.float8)
+    check_float8(float8, shape, DTYPES[dtype], [device])
     with on_own_stream(device):
         slots = slots_for(work, shape.block_size, device)
-        state = random_state(shape, slots, device, DTYPES[dtype])
+        state = random_state(shape, slots, device, DTYPES[dtype], float8)
         started = time.perf_counter()
         optimizer = make_optimizer(state.flat)
         built = build_step(cast(StepChoice, request.step), state, optimizer)
@@ -170,6 +178,7 @@ def measure(request: Request, make_optimizer: Callable[[FlatParameters], Optimiz
         work=work,
         device=f"{device} ({name})",
         dtype=dtype,
+        float8=float8,
         report=built.report,
         build_s=build_s,
         step_s=step_s,

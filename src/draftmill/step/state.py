@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from draftmill.config import Float8Choice
 from draftmill.drafter.loss import LossRule
+from draftmill.drafter.loss_float8 import Float8Head
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
@@ -35,6 +37,7 @@ class StepShape:
 class StepState:
     """Weights and buffers of one replica. Built in the worker thread that runs the step.
 
+    float8       which products are in it: the loss head's, or the drafter's own too, which is told so here
     features_TF  [T, L*H], the compute type; blocks: static inputs, overwritten by `load`
     last_TH      [T, H], the compute type; the target's last hidden state where the rule needs it, else [0, H]
     slope_RH     [A*(K-1) + 1, H], the compute type: d(loss)/d(hidden) of slots 1..K-1, and a last row for fillers
@@ -53,9 +56,15 @@ class StepState:
         shape: StepShape,
         device: torch.device,
         dtype: torch.dtype,
+        float8: Float8Choice | None = None,
     ) -> None:
         self.drafter, self.rule, self.shape, self.device, self.dtype = drafter, rule, shape, device, dtype
+        self.float8 = float8
         self.head = head.to(device, dtype)
+        if float8 is not None:
+            self.head = Float8Head.of(self.head)
+        if float8 == "all":
+            drafter.use_float8()
         self.flat = FlatParameters(drafter, device, dtype)
         size, blocks = drafter.shape, drafter.shape.block_size
         drafted = shape.anchor_slots * (blocks - 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftmill.config import gamma_for
+from draftmill.config import Float8Choice, gamma_for
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.mask import TILE
 from draftmill.drafter.network import Drafter
@@ -96,7 +96,13 @@ def random_head(shape: DrafterShape, device: torch.device, dtype: torch.dtype) -
     return TargetHead(matrix(), matrix(), shape.embedding_scale, shape.logit_scale, shape.logit_softcap)
 
 
-def random_state(shape: DrafterShape, slots: StepShape, device: torch.device, dtype: torch.dtype) -> StepState:
+def random_state(
+    shape: DrafterShape,
+    slots: StepShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    float8: Float8Choice | None = None,
+) -> StepState:
     """A replica's state with random weights and head, its inputs still empty."""
     return StepState(
         random_drafter(shape, device),
@@ -105,4 +111,5 @@ def random_state(shape: DrafterShape, slots: StepShape, device: torch.device, dt
         slots,
         device,
         dtype,
+        float8,
     )

@@ -12,22 +12,16 @@ import torch
 from torch import nn
 
 from draftmill.errors import InputError
+from draftmill.float8 import check_devices
 from draftmill.target.model import Target
 
-LEAST_CAPABILITY = (8, 9)
-"""Compute capability from which NVIDIA GPUs multiply in float8."""
 ROUTERS = ("router", "gate")
 """Last parts of the names of layers that choose experts, where rounding changes who is chosen."""
 
 
 def check_float8(devices: Sequence[torch.device]) -> None:
     """Raise InputError where torchao is missing or a device cannot multiply in float8."""
-    for device in devices:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-            raise InputError(
-                f"target.quantize: float8 needs NVIDIA GPUs of compute capability 8.9 or higher, got {device}; "
-                "leave target.quantize out"
-            )
+    check_devices("target.quantize", devices)
     if importlib.util.find_spec("torchao") is None:
         raise InputError("target.quantize: float8 needs the package torchao; pip install torchao")
 

@@ -34,6 +34,14 @@ class TargetHead:
         """Normed hidden states [..., H] -> logits [..., V], the compute type."""
         return shape_logits(hidden @ self.head_VH.t(), self.logit_scale, self.logit_softcap)
 
+    def drafted_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
+        """As `logits`, of a drafter's hidden states [R, H] that are being trained -> [R, V]."""
+        return self.logits(hidden_RH)
+
+    def back(self, slope_RV: torch.Tensor) -> torch.Tensor:
+        """Slope to raw head outputs [R, V] -> times the head, [R, H], the compute type."""
+        return slope_RV.to(self.head_VH.dtype) @ self.head_VH
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
         """The same head on a device in a type; tied matrices stay one tensor."""
         embedding = self.embedding_VH.to(device, dtype)

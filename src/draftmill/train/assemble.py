@@ -222,7 +222,9 @@ def build_replica(
     if loaded.weights is not None:
         drafter.load_state_dict(loaded.weights)
     drafter.checkpoint_activations = config.drafter.checkpoint_activations
-    state = StepState(drafter, loaded.head, setup.rule, setup.step_shape, device, setup.dtype)
+    state = StepState(
+        drafter, loaded.head, setup.rule, setup.step_shape, device, setup.dtype, float8=config.drafter.float8
+    )
     num_buckets = max(len(plan.edges) for plan in (setup.plan, setup.heldout_plan) if plan is not None)
     total_steps = setup.stream.total_steps
     if config.train.accumulate > 1:

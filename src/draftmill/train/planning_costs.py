@@ -131,6 +131,7 @@ MEASURED_FOR = (
     "drafter.num_layers",
     "drafter.num_taps",
     "drafter.block_size",
+    "drafter.float8",
     "train.num_anchors",
     "data.token_budget",
     "data.batching",

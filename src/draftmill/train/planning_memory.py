@@ -115,7 +115,8 @@ def _drafter_bytes(setup: Setup) -> int:
     masters += 4 * size if setup.stream.accumulate > 1 and setup.dtype != torch.float32 else 0
     copies = size * one + (0 if setup.dtype == torch.float32 else size * one)  # gradient, and weights beside masters
     shape, slots = setup.shape, setup.step_shape
-    head = shape.vocab_size * shape.hidden_size * one
+    # In float8 the head is there twice more, a byte an element.
+    head = shape.vocab_size * shape.hidden_size * (one if setup.config.drafter.float8 is None else one + 2)
     features = (num_slots(setup) + 1) * slots.context_slots * setup.carried_size * one
     return masters + moments + copies + head + features
 

@@ -16,6 +16,7 @@ from draftmill.config import Config
 from draftmill.data.encode import hash_tokenizer
 from draftmill.data.plan import BatchPlan, split_heldout
 from draftmill.data.store import Store
+from draftmill.drafter.float8 import check_float8
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.mask import TILE
 from draftmill.drafter.shape import DrafterShape, shape_for
@@ -95,6 +96,8 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
     notes: list[str] = []
     if config.drafter.from_checkpoint is not None:
         shape, warm_weights, notes = warm_start(config.drafter.from_checkpoint, shape)
+    dtype = _compute_type(config, placement)
+    check_float8(config.drafter.float8, shape, dtype, placement.drafters)
     plan, heldout_plan = _plans(config, store)
     step_shape = _step_shape(config, shape, plan, heldout_plan, placement)
     stream = Stream(
@@ -118,7 +121,7 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         shape=shape,
         step_shape=step_shape,
         rule=LossRule.of(config.train, shape.block_size),
-        dtype=_compute_type(config, placement),
+        dtype=dtype,
         stream=stream,
         warm_weights=warm_weights,
         notes=tuple(notes),
