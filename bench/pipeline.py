@@ -16,6 +16,7 @@ counts).
 
     PYTHONPATH=src python bench/pipeline.py
     PYTHONPATH=src python bench/pipeline.py --small             (Qwen3-0.6B's shape, shorter samples)
+    PYTHONPATH=src python bench/pipeline.py --float8            (drafter, and the target where torchao is there)
     PYTHONPATH=src python bench/pipeline.py --tiny              (on a CPU: that the script works, not how fast it is)
 
 A part that fails is in the result with its error. The last line is JSON; --out gets it after every part.
@@ -24,6 +25,7 @@ A part that fails is in the result with its error. The last line is JSON; --out 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -60,7 +62,7 @@ def prepared(options: argparse.Namespace, size: Size, targets: list[str], drafte
     folder = Path(tempfile.mkdtemp(prefix="draftmill-pipeline-", dir=options.folder))
     options.folders.append(folder)
     write_world(folder, size, options.samples)
-    return set_up(config_of(folder, size, targets, drafters, **changed), Hosts())
+    return set_up(config_of(folder, size, targets, drafters, **changed, **options.float8), Hosts())
 
 
 def one_and_one(options: argparse.Namespace, kept: dict[str, Any]) -> Rig:
@@ -231,6 +233,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", help="first one for the target, last one for the drafter")
     parser.add_argument("--target-step", choices=("eager", "compiled", "auto"), default="auto")
     parser.add_argument("--drafter-step", choices=("eager", "compiled", "graphed", "auto"), default=None)
+    parser.add_argument("--float8", action="store_true", help="drafters in it, and targets where torchao is installed")
     parser.add_argument("--batches", type=int, help="measured in a round")
     parser.add_argument("--peer-batches", type=int, help="measured with the peer")
     parser.add_argument("--gil-batches", type=int, help="measured in a round of part gil")
@@ -250,8 +253,15 @@ def parsed() -> argparse.Namespace:
     options.batches = options.batches or (8 if options.tiny else 10)
     options.peer_batches = options.peer_batches or (4 if options.tiny else 6)
     options.gil_batches = options.gil_batches or (12 if options.tiny else 120)
+    options.float8 = float8_settings() if options.float8 else {}
     options.samples = options.samples or (2000 if options.tiny else 20000)
     return options
+
+
+def float8_settings() -> dict[str, dict[str, Any]]:
+    """Settings by section."""
+    drafter: dict[str, dict[str, Any]] = {"drafter": {"float8": "all"}}
+    return drafter if importlib.util.find_spec("torchao") is None else {**drafter, "target": {"quantize": "float8"}}
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
@@ -262,6 +272,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "size": options.size.name,
         "token_budget": options.size.token_budget,
         "num_anchors": options.size.num_anchors,
+        "float8": options.float8,
         "batches": options.batches,
         "rounds": options.rounds,
         "commit": commit(),

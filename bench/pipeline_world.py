@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from data_lengths import EDGES, draw_lengths
 from draftmill.config import Config, build_config
 from draftmill.target.features import TapsReplica
+from draftmill.target.float8 import quantize_layers
 from draftmill.target.head import TargetHead
 from draftmill.target.model import Target
 from draftmill.train.loading import Loaded
@@ -230,5 +231,8 @@ def random_loaded(setup: Setup, size: Size, told: Any = lambda index, device: No
             target = first.replica(group[0])
             wait_for_all()
         replicas.append(taps_replica(setup, target, replicas[0] if replicas else None))
+    if setup.config.target.quantize is not None:  # not before all are copied: what is rounded can't be
+        for replica in replicas:
+            quantize_layers(replica.target)
     assert head is not None
     return Loaded(replicas, head, None)

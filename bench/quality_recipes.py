@@ -80,6 +80,9 @@ RECIPES = (
     Recipe("taps-3", {"drafter.num_taps": 3}),
     Recipe("taps-8", {"drafter.num_taps": 8}),
     Recipe("target-float8", {"target.quantize": "float8"}),
+    Recipe("float8-head", {"drafter.float8": "head"}),
+    Recipe("float8", {"drafter.float8": "all"}),
+    Recipe("float8-both", {"drafter.float8": "all", "target.quantize": "float8"}),
     Recipe("sliding", {"drafter.sliding_window": 256, "drafter.sliding_layers": [0, 1, 2, 3]}),
     Recipe("bucketed", {"data.batching": "bucketed"}),
 )

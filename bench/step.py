@@ -10,9 +10,11 @@ Memory is a contender's own: what it holds, and what it adds at the peak of a st
 draftmill.step.flops; the ceiling is a product of two random 8192 x 8192 bfloat16 matrices, before and after.
 
     PYTHONPATH=src python bench/step.py --repeats 5
+    PYTHONPATH=src python bench/step.py --contenders graphed graphed-float8 speculators
     PYTHONPATH=src python bench/step.py --tiny        (on a CPU: that the script works, not how fast anything is)
 
-Without --contenders and --sizes all are run. The peers need their wheels on the path; a contender that fails is in the
+Without --contenders and --sizes all are run, but for the contenders in float8, whose numbers are others: those have to
+be named. The peers need their wheels on the path; a contender that fails is in the
 result with its error.
 """
 
@@ -33,7 +35,7 @@ from draftmill.drafter.shape import DrafterShape
 from draftmill.step.bench import matmul_tflops, on_own_stream, pick_device
 from draftmill.step.workload import Workload
 from provenance import commit, version
-from step_race import OURS, PEERS, STARTED, Race, Size, say
+from step_race import FLOAT8, OURS, PEERS, STARTED, Race, Size, say
 
 QWEN3_8B = DrafterShape(
     hidden_size=4096,
@@ -70,12 +72,12 @@ TINY = replace(
 SIZES = {
     "1x3072": Size(Workload(1, 3072, 512)),
     "4x2048": Size(Workload(4, 2048, 2048), graphed_apart=True),
-    "small": Size(Workload(1, 2048, 64), contenders=OURS),
+    "small": Size(Workload(1, 2048, 64), contenders=(*OURS, *FLOAT8)),
 }
 TINY_SIZES = {
     "1x3072": Size(Workload(1, 96, 16)),
     "4x2048": Size(Workload(4, 48, 32), graphed_apart=True),
-    "small": Size(Workload(1, 64, 4), contenders=OURS),
+    "small": Size(Workload(1, 64, 4), contenders=(*OURS, *FLOAT8)),
 }
 
 
@@ -91,14 +93,14 @@ def show(size: str, result: dict[str, Any], ceiling: float) -> None:
         f"anchors; {result['useful_tflop']:.4g} useful TFLOP a step"
     )
     titles = ("median ms", "min ms", "TFLOP/s", "ceiling", "GiB", "loss diff", "norm diff")
-    print(f"{'':12}" + "".join(f"{title:>11}" for title in titles))
+    print(f"{'':20}" + "".join(f"{title:>11}" for title in titles))
     for name, row in result["contenders"].items():
         if "median_ms" not in row:
-            print(f"{name:12}{row['error']}")
+            print(f"{name:20}{row['error']}")
             continue
         row["ceiling_share"] = row["useful_tflops"] / ceiling
         print(
-            f"{name:12}{row['median_ms']:11.1f}{row['min_ms']:11.1f}{row['useful_tflops']:11.4g}"
+            f"{name:20}{row['median_ms']:11.1f}{row['min_ms']:11.1f}{row['useful_tflops']:11.4g}"
             f"{100 * row['ceiling_share']:10.1f}%{row['peak_gib']:11.1f}{row['loss_difference']:11.1e}"
             f"{row['grad_norm_difference']:11.1e}" + (" (alone)" if row["alone"] else "")
         )
@@ -118,7 +120,7 @@ def parsed() -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny shape in float32, for trying the script on a CPU")
-    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *PEERS))
+    parser.add_argument("--contenders", nargs="+", choices=(*OURS, *FLOAT8, *PEERS))
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender, two timed runs a turn")
     parser.add_argument("--profile", action="store_true", help="where the kernels' time goes in our fastest way")

@@ -1,4 +1,5 @@
-"""Draftmill's own step for bench/step.py: eager, compiled and graphed over one replica's weights and buffers."""
+"""Draftmill's own step for bench/step.py: eager, compiled and graphed over one replica's weights and buffers; in float8
+captured, over another's."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.compiling import record_graph
-from draftmill.config import TrainConfig
+from draftmill.config import Float8Choice, TrainConfig
 from draftmill.drafter.attention import Attention
+from draftmill.drafter.float8 import check_float8
 from draftmill.drafter.loss import LossRule
 from draftmill.records import Blocks
 from draftmill.step.compiled import CompiledStep, compile_piece
@@ -23,10 +25,11 @@ from step_contender import Inputs
 class Replica:
     """The state and optimizer that the three ways of running the step share."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, float8: Float8Choice | None = None) -> None:
+        check_float8(float8, inputs.shape, inputs.dtype, [inputs.device])
         self.inputs = inputs
         self.state = StepState(
-            inputs.drafter(), inputs.head(), LossRule(inputs.gamma), inputs.slots, inputs.device, inputs.dtype
+            inputs.drafter(), inputs.head(), LossRule(inputs.gamma), inputs.slots, inputs.device, inputs.dtype, float8
         )
         self.optimizer = FlatAdamW(self.state.flat, TrainConfig())
         self._pieces: CompiledStep | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftmill.config import Float8Choice
 from draftmill.drafter.shape import DrafterShape
 from draftmill.step.bench import GIB, wait_for
 from draftmill.step.flops import step_flops, work_of
@@ -21,6 +22,9 @@ from step_ours import Replica
 from step_profile import profile
 
 OURS = ("eager", "compiled", "graphed")
+FLOAT8: dict[str, Float8Choice] = {"graphed-float8-head": "head", "graphed-float8": "all"}
+"""Ours too, but other numbers: only where named."""
+CAPTURED = ("graphed", *FLOAT8)
 PEERS = ("specforge", "speculators")
 RUNS_OF_A_TURN = 2
 WARM_UPS = 3
@@ -29,10 +33,10 @@ STARTED = time.perf_counter()
 
 @dataclass(frozen=True)
 class Size:
-    """A batch, who works on it, and whether our captured step waits until the peers' memory is free."""
+    """A batch, who works on it, and whether our captured steps wait until the peers' memory is free."""
 
     work: Workload
-    contenders: tuple[str, ...] = (*OURS, *PEERS)
+    contenders: tuple[str, ...] = (*OURS, *FLOAT8, *PEERS)
     graphed_apart: bool = False
 
 
@@ -67,10 +71,10 @@ class Race:
     def run(self, turns: int, with_profile: bool) -> dict[str, Any]:
         """All turns of all contenders; the size's part of the result."""
         profiled: dict[str, Any] = {}
-        if self.size.graphed_apart and "graphed" in self.names:
-            self._phase([name for name in self.names if name != "graphed"], turns)
+        if self.size.graphed_apart and any(name in CAPTURED for name in self.names):
+            self._phase([name for name in self.names if name not in CAPTURED], turns)
             self._leave([name for name in self.running if name in PEERS])
-            self._phase([name for name in self.names if name in ("compiled", "graphed")], turns)
+            self._phase([name for name in self.names if name in ("compiled", *CAPTURED)], turns)
         else:
             self._phase(self.names, turns)
         if with_profile:
@@ -116,7 +120,7 @@ class Race:
             self.replica = Replica(self.inputs)
             self.replica_bytes = held_bytes(self.device) - before
         # What a captured graph works in is reserved for it and counted as no tensor's.
-        reserved = name == "graphed"
+        reserved = name in CAPTURED
         before = held_bytes(self.device, reserved)
         with recompiling(strict=False):
             contender = self._new(name)
@@ -134,6 +138,8 @@ class Race:
         if name in OURS:
             made: Contender = getattr(self.replica, name)()
             return made
+        if name in FLOAT8:
+            return Replica(self.inputs, FLOAT8[name]).graphed()
         import step_peers
 
         return step_peers.SpecForge(self.inputs) if name == "specforge" else step_peers.Speculators(self.inputs)
@@ -164,7 +170,7 @@ class Race:
             torch.cuda.empty_cache()
 
     def _profile(self) -> dict[str, Any]:
-        name = next((name for name in reversed(OURS) if name in self.running), None)
+        name = next((name for name in reversed((*OURS, *FLOAT8)) if name in self.running), None)
         if name is None:
             return {"error": "none of our steps is running"}
         contender = self.running[name]
@@ -176,7 +182,7 @@ class Race:
         flops = step_flops(inputs.shape, work_of(inputs.blocks, inputs.work.context_tokens, inputs.shape))
         timed = {name: statistics.median(entry.seconds) for name, entry in self.entries.items() if entry.seconds}
         reference = next((entry.results[0] for entry in self.entries.values() if entry.results), (0.0, 0.0))
-        best = min((name for name in OURS if name in timed), key=lambda name: timed[name], default=None)
+        best = min((name for name in (*OURS, *FLOAT8) if name in timed), key=lambda name: timed[name], default=None)
         return {
             "documents": inputs.work.documents,
             "context_tokens": inputs.work.context_tokens,
