@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftmill.drafter import loss, loss_kernel
+from draftmill.drafter import loss, loss_float8, loss_kernel
+from draftmill.drafter.float8 import GRADIENTS, VALUES
 from draftmill.drafter.loss import LossRule
 from draftmill.train import adamw_kernel
 from draftmill.train.optimizer import AdamWPart, adamw_update
@@ -57,6 +58,33 @@ def test_rows_of_the_loss(rule: LossRule, size: int, sharp: bool, softcap: float
     kept = logits.clone()
     loss_kernel.score_rows(kept, target if rule.needs_target else None, labels, rule, softcap, False)
     assert torch.equal(kept, logits)
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.parametrize(("size", "sharp"), [(37, False), (5000, False), (5000, True)])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rows_of_the_loss_in_float8(rule: LossRule, size: int, sharp: bool, softcap: float | None) -> None:
+    """The slope as it is before it is rounded: the interpreter's own rounding to float8 goes far off."""
+    logits, target, labels = given(size, sharp)
+    exact = loss.score_rows(logits.clone().double(), target.double(), labels, rule, softcap, True)
+    expected = loss_float8.score_rows_float8(logits.clone(), target.clone(), labels, rule, softcap, True)
+    needed, ours = target if rule.needs_target else None, logits.clone()
+    found = loss_kernel.score_rows_float8(ours, needed, labels, rule, softcap, True, torch.float32)
+    assert torch.equal(ours, logits), "the logits stay"
+    for name in ("cross_entropy_R", "costs_R", "label_slope_R", "factor_R"):
+        got, plain = getattr(found, name), getattr(expected, name)
+        assert (got is None) == (plain is None)
+        if got is not None:
+            torch.testing.assert_close(got, plain, rtol=1e-4, atol=2e-5)
+    assert torch.equal(found.correct_R, expected.correct_R)
+    assert found.factor_R is not None
+    slope = found.slope_RV * found.factor_R[:, None]
+    if found.label_slope_R is not None:
+        assert not slope[torch.arange(6), labels].any()
+        slope[torch.arange(6), labels] = found.label_slope_R
+    assert float((slope - exact.slope_RV).norm() / exact.slope_RV.norm()) < 1e-5
+    rounded = loss_kernel.score_rows_float8(ours, needed, labels, rule, softcap, True).slope_RV
+    assert rounded.dtype == expected.slope_RV.dtype == (GRADIENTS if rule.needs_target else VALUES)
 
 
 def test_a_loss_that_wants_the_targets_logits_and_gets_none() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from draftmill.config import Float8Choice
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
@@ -29,7 +30,7 @@ SHAPE = DrafterShape(
 )
 
 
-def small_state() -> StepState:
+def small_state(float8: Float8Choice | None = None) -> StepState:
     """Float32 on the CPU, three chunks of rows, always with the same weights; its inputs are empty."""
     matrix = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=torch.Generator().manual_seed(0))
     return StepState(
@@ -39,4 +40,5 @@ def small_state() -> StepState:
         StepShape(CONTEXT, ANCHORS, 8),
         torch.device("cpu"),
         torch.float32,
+        float8,
     )

@@ -105,6 +105,11 @@ def test_bfloat16_on_a_cpu(config: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--step", "fast"], "--step must be eager, compiled, graphed or auto, got 'fast'"),
         (["--step", "graphed", "--device", "cpu"], "--step graphed needs a CUDA device, got cpu"),
         (["--dtype", "float16"], "--dtype must be auto, bfloat16 or float32, got 'float16'"),
+        (["--float8", "some"], "--float8 must be head or all, got 'some'"),
+        (
+            ["--float8", "all", "--device", "cpu"],
+            "float8 needs NVIDIA GPUs of compute capability 8.9 or higher, got cpu",
+        ),
         (["--device", "gpu"], "--device must be auto, cpu or cuda:N, got 'gpu'"),
         (["--device", "cuda:99"], "--device cuda:99 is not on this host, which has "),
         (["--context", "0"], "--context must be at least 1, got 0"),
@@ -150,7 +155,7 @@ def test_the_benchmark_script_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = ["bench/step.py", "--tiny", "--device", "cpu", "--repeats", "1", "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, *command, "--sizes", "4x2048", "small", "--contenders", "eager", "graphed"],
+        [sys.executable, *command, "--sizes", "4x2048", "small", "--contenders", "eager", "graphed", "graphed-float8"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -164,6 +169,7 @@ def test_the_benchmark_script_runs_on_a_cpu(tmp_path: Path) -> None:
     assert (got["dtype"], got["tiny"], list(got["sizes"])) == ("float32", True, ["4x2048", "small"])
     contenders = got["sizes"]["4x2048"]["contenders"]
     assert contenders["graphed"] == {"error": "ValueError: a CUDA graph needs a CUDA device, got cpu"}
+    assert contenders["graphed-float8"]["error"].startswith("InputError: drafter.float8: float8 needs NVIDIA GPUs")
     assert contenders["eager"]["runs"] == 2
     assert contenders["eager"]["loss_drift"] == 0
     assert contenders["eager"]["loss"] == pytest.approx(6.25, abs=0.1)  # ln 512, and a little more

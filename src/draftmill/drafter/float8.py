@@ -27,6 +27,8 @@ MULTIPLE = 16
 """What the sides of matrices in a float8 product must be multiples of."""
 LEAST_LARGEST = 1e-20
 """A tensor's largest magnitude is taken to be at least this, so that zeros stay zeros."""
+FAST_GRADIENTS = False
+"""Whether gradients too may be added up in fewer bits, as the forward pass's sums are."""
 
 
 def check_float8(
@@ -148,10 +150,11 @@ class _Float8Linear(torch.autograd.Function):
         slope8, slope_scale = round_float8(slope, GRADIENTS)
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_x = product(slope8, slope_scale, column_major(weight8), weight_scale, slope.dtype)
+            to_x = product(slope8, slope_scale, column_major(weight8), weight_scale, slope.dtype, fast=FAST_GRADIENTS)
         if ctx.needs_input_grad[3]:
             if kept.dtype == VALUES:
-                to_weight = product(slope8.t().contiguous(), slope_scale, column_major(kept), scale, slope.dtype)
+                across, kept = slope8.t().contiguous(), column_major(kept)
+                to_weight = product(across, slope_scale, kept, scale, slope.dtype, fast=FAST_GRADIENTS)
             else:
                 to_weight = slope.t() @ kept
         return to_x, None, None, to_weight

@@ -1,9 +1,10 @@
 """The loss head in float8: its logits and its slope as float8 products with the frozen LM head.
 
-The head is rounded once, to e4m3, and kept both ways round. The logits' slope of a cross entropy to the data's labels
-is a softmax without its label: numbers between 0 and 1, so it takes one fixed scale and no pass to find it, and e4m3.
-The label's part is added to the hidden states' slope on its own, unrounded: otherwise a label that is nearly certain
-would leave behind its row's rounding, as large as a wrong label's slope. Other losses round their slope to e5m2.
+The head is rounded once, to e4m3, and kept both ways round. Slopes to the logits are bounded by the loss's weights, so
+their scale is fixed, and no pass over them looks for the largest. That of a cross entropy to the data's labels is a
+softmax, to e4m3, without its label, whose part is added to the hidden states' slope on its own, unrounded: otherwise a
+label that is nearly certain would leave its rounding behind where nearly nothing should be. Other losses' slopes are
+rounded to e5m2 with all their parts.
 
 Source for the loss itself: loss.py.
 """
@@ -14,11 +15,19 @@ from dataclasses import dataclass
 
 import torch
 
-from draftmill.drafter.float8 import GRADIENTS, VALUES, largest_magnitude, product, round_float8, scaled_to
+from draftmill.drafter.float8 import (
+    FAST_GRADIENTS,
+    GRADIENTS,
+    VALUES,
+    largest_magnitude,
+    product,
+    round_float8,
+    scaled_to,
+)
 from draftmill.drafter.loss import LossRule, RowScores, first_largest, score_rows
 from draftmill.target.head import TargetHead, shape_logits
 
-SLOPE_UNIT = torch.finfo(VALUES).max
+SHARE_UNIT = torch.finfo(VALUES).max
 """What the likeliest token's share of an undivided softmax, 1, is stored as."""
 PIECE_ROWS = 8192
 """Rows of the head rounded at a time, so that no float32 copy of all of it is made."""
@@ -29,7 +38,7 @@ class Float8Head(TargetHead):
     """A target's head whose two products for the loss are in float8. Embedding and `logits` are as before.
 
     head8_VH [V, H], head8_HV [H, V]  the LM head in e4m3, row-major both
-    head_scale, one                   float32 []: its scale, and the scale of what is stored in its own unit
+    head_scale, one                   float32 []: its scale, and that of slopes, whose unit is their rows' factor
     """
 
     head8_VH: torch.Tensor
@@ -50,7 +59,7 @@ class Float8Head(TargetHead):
             **vars(head),
             head8_VH=head8_VH,
             head8_HV=head8_VH.t().contiguous(),
-            head_scale=largest / SLOPE_UNIT,
+            head_scale=largest / torch.finfo(VALUES).max,
             one=torch.ones((), device=matrix.device),
         )
 
@@ -61,9 +70,15 @@ class Float8Head(TargetHead):
         return shape_logits(raw, self.logit_scale, self.logit_softcap)
 
     def back(self, slope_RV: torch.Tensor) -> torch.Tensor:
-        """Slope to raw logits [R, V], e4m3 in its own unit or any wider type -> times the head, [R, H]."""
-        slope8, scale = (slope_RV, self.one) if slope_RV.dtype == VALUES else round_float8(slope_RV, GRADIENTS)
-        return product(slope8, scale, self.head8_HV.t(), self.head_scale, self.head_VH.dtype)
+        """Slope to raw logits [R, V], float8 -> times the head, [R, H], the compute type."""
+        right = self.head8_HV.t()
+        return product(slope_RV, self.one, right, self.head_scale, self.head_VH.dtype, fast=FAST_GRADIENTS)
+
+
+def slope_unit(rule: LossRule) -> float:
+    """What a slope of 1 to the logits of a loss that looks at the target is stored as, so that its bound is stored as
+    the largest number of its type."""
+    return torch.finfo(GRADIENTS).max / (rule.cross_entropy + rule.kl + rule.total_variation)
 
 
 def score_rows_float8(
@@ -74,10 +89,17 @@ def score_rows_float8(
     softcap: float | None,
     with_slope: bool,
 ) -> RowScores:
-    """`score_rows` for a `Float8Head`: where the target's logits are not needed, the slope is in e4m3 and without the
-    label, whose own slope is apart."""
+    """`score_rows` for a `Float8Head`, with a float8 slope.
+
+    In e5m2 where the loss looks at the target's logits, else in e4m3 and without the label, whose own slope is apart.
+    """
     if rule.needs_target or not with_slope:
-        return score_rows(logits, target_logits, labels_R, rule, softcap, with_slope)
+        found = score_rows(logits, target_logits, labels_R, rule, softcap, with_slope)
+        if not with_slope:
+            return found
+        unit = slope_unit(rule)
+        slope = (found.slope_RV.float() * unit).to(GRADIENTS)
+        return found._replace(slope_RV=slope, factor_R=torch.full_like(found.costs_R, 1.0 / unit))
     logits = logits.float()
     top = logits.amax(dim=-1)
     at_label = logits.gather(1, labels_R[:, None])[:, 0]
@@ -87,13 +109,13 @@ def score_rows_float8(
     if softcap is not None:
         share *= 1.0 - (logits / softcap).square()
         label_slope = label_slope * (1.0 - (at_label / softcap).square())
-    slope = (share.scatter_(1, labels_R[:, None], 0.0) * SLOPE_UNIT).to(VALUES)
+    slope = (share.scatter_(1, labels_R[:, None], 0.0) * SHARE_UNIT).to(VALUES)
     cross_entropy = total.log() + top - at_label
     return RowScores(
         cross_entropy,
         rule.cross_entropy * cross_entropy,
         first_largest(logits) == labels_R,
         slope,
-        rule.cross_entropy / (SLOPE_UNIT * total),
+        rule.cross_entropy / (SHARE_UNIT * total),
         rule.cross_entropy * label_slope / total,
     )

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from draftmill.drafter.float8 import VALUES
+from draftmill.drafter.float8 import GRADIENTS, VALUES
 from draftmill.drafter.loss import LossRule, RowScores
-from draftmill.drafter.loss_float8 import SLOPE_UNIT
+from draftmill.drafter.loss_float8 import SHARE_UNIT, slope_unit
 
 BLOCK = 4096
 WARPS = 16
@@ -36,14 +36,14 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     target_labels: tl.constexpr,
     with_slope: tl.constexpr,
     label_apart: tl.constexpr,
-    slope_unit: tl.constexpr,
+    share_unit: tl.constexpr,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
     """Cross entropy alone: the largest logit, then one exponential an element, which is also the slope.
 
     The slope is left undivided by the sum of exponentials, which is known only at the end: that is the rows' factor.
-    label_apart: the slope goes elsewhere, times slope_unit and 0 at the label, whose own slope is given for itself.
+    label_apart: the slope goes elsewhere, times share_unit and 0 at the label, whose own slope is given for itself.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * size
@@ -80,7 +80,7 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
             if has_softcap:
                 slope *= 1.0 - (x / softcap) * (x / softcap)
             if label_apart:
-                slope = tl.where(columns == label, 0.0, slope * slope_unit)
+                slope = tl.where(columns == label, 0.0, slope * share_unit)
             tl.store(slope_ptr + columns, slope.to(slope_ptr.dtype.element_ty), mask=inside)
     sum_exp = tl.sum(total, axis=0)
     tl.store(cross_entropy_ptr + row, tl.log(sum_exp) + top - at_label)
@@ -90,7 +90,7 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
         if has_softcap:
             at_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
         if label_apart:
-            tl.store(scale_ptr + row, 1.0 / (sum_exp * slope_unit))
+            tl.store(scale_ptr + row, 1.0 / (sum_exp * share_unit))
             tl.store(label_slope_ptr + row, at_slope / sum_exp)
         else:
             tl.store(scale_ptr + row, 1.0 / sum_exp)
@@ -126,9 +126,11 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
     cross_entropy_ptr,
     costs_ptr,
     correct_ptr,
+    slope_ptr,
     cross_entropy_weight,
     kl_weight,
     variation_weight,
+    slope_unit,
     softcap,
     size: tl.constexpr,
     target_labels: tl.constexpr,
@@ -136,9 +138,11 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Cross entropy, KL and total variation: both sums of exponentials, then what is compared, then the slope."""
+    """Cross entropy, KL and total variation: both sums of exponentials, then what is compared, then the slope, times
+    slope_unit."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * size
+    slope_ptr += row.to(tl.int64) * size
     target_ptr += row.to(tl.int64) * size
     lanes = tl.arange(0, block)
     nothing = tl.full([block], -float("inf"), tl.float32)
@@ -188,7 +192,7 @@ def _comparing_rows(  # type: ignore[no-untyped-def]
             slope += kl_weight * (q - p) + variation_weight * variation
             if has_softcap:
                 slope *= 1.0 - (x / softcap) * (x / softcap)
-            tl.store(logits_ptr + columns, slope.to(logits_ptr.dtype.element_ty), mask=inside)
+            tl.store(slope_ptr + columns, (slope * slope_unit).to(slope_ptr.dtype.element_ty), mask=inside)
 
 
 def score_rows(
@@ -200,26 +204,8 @@ def score_rows(
     with_slope: bool,
 ) -> RowScores:
     """`loss.score_rows` in one launch, on contiguous logits of any float type; the slope takes the logits' place."""
-    if rule.needs_target and target_logits is None:
-        raise RuntimeError("this loss looks at the target's logits, and was given none")
-    target = logits if target_logits is None else target_logits
-    if not rule.compares:
-        return _cross_entropy(logits, target, labels_R, rule, softcap, with_slope, logits)
-    cross_entropy, costs, correct = _of_rows(logits)
-    _comparing_rows[(len(logits),)](
-        logits,
-        target,
-        labels_R,
-        cross_entropy,
-        costs,
-        correct,
-        rule.cross_entropy,
-        rule.kl,
-        rule.total_variation,
-        1.0 if softcap is None else softcap,
-        **_options(logits, rule, softcap, with_slope),
-    )
-    return RowScores(cross_entropy, costs, correct, logits)
+    score = _comparing if rule.compares else _cross_entropy
+    return score(logits, target_logits, labels_R, rule, softcap, with_slope, logits)
 
 
 def score_rows_float8(
@@ -229,31 +215,32 @@ def score_rows_float8(
     rule: LossRule,
     softcap: float | None,
     with_slope: bool,
-    slope_type: torch.dtype = VALUES,
+    slope_type: torch.dtype | None = None,
 ) -> RowScores:
-    """`loss_float8.score_rows_float8` in one launch; the logits stay. slope_type: what its slope is stored as."""
-    if rule.needs_target or not with_slope:
+    """`loss_float8.score_rows_float8` in one launch; the logits stay. slope_type: a wider one, to look at the slope."""
+    if not with_slope:
         return score_rows(logits, target_logits, labels_R, rule, softcap, with_slope)
-    slope = torch.empty_like(logits, dtype=slope_type)
-    return _cross_entropy(logits, logits, labels_R, rule, softcap, with_slope, slope)
+    slope = torch.empty_like(logits, dtype=slope_type or (GRADIENTS if rule.needs_target else VALUES))
+    score = _comparing if rule.needs_target else _cross_entropy
+    return score(logits, target_logits, labels_R, rule, softcap, with_slope, slope)
 
 
 def _cross_entropy(
     logits: torch.Tensor,
-    target: torch.Tensor,
+    target_logits: torch.Tensor | None,
     labels_R: torch.Tensor,
     rule: LossRule,
     softcap: float | None,
     with_slope: bool,
     slope: torch.Tensor,
 ) -> RowScores:
-    """Launch `_cross_entropy_rows`; where the slope does not take the logits' place it is without the labels."""
+    """Launch `_cross_entropy_rows`; a slope that does not take the logits' place is without its labels."""
     label_apart = slope is not logits
     cross_entropy, scale, correct = _of_rows(logits)
     label_slope = torch.empty_like(scale) if label_apart else scale
     _cross_entropy_rows[(len(logits),)](
         logits,
-        target,
+        _target(logits, target_logits, rule),
         labels_R,
         cross_entropy,
         scale,
@@ -262,7 +249,7 @@ def _cross_entropy(
         label_slope,
         1.0 if softcap is None else softcap,
         label_apart=label_apart,
-        slope_unit=SLOPE_UNIT,
+        share_unit=SHARE_UNIT,
         **_options(logits, rule, softcap, with_slope),
     )
     return RowScores(
@@ -273,6 +260,44 @@ def _cross_entropy(
         rule.cross_entropy * scale,
         rule.cross_entropy * label_slope if label_apart else None,
     )
+
+
+def _comparing(
+    logits: torch.Tensor,
+    target_logits: torch.Tensor | None,
+    labels_R: torch.Tensor,
+    rule: LossRule,
+    softcap: float | None,
+    with_slope: bool,
+    slope: torch.Tensor,
+) -> RowScores:
+    """Launch `_comparing_rows`; a slope that does not take the logits' place is in `slope_unit`."""
+    unit = 1.0 if slope is logits else slope_unit(rule)
+    cross_entropy, costs, correct = _of_rows(logits)
+    _comparing_rows[(len(logits),)](
+        logits,
+        _target(logits, target_logits, rule),
+        labels_R,
+        cross_entropy,
+        costs,
+        correct,
+        slope,
+        rule.cross_entropy,
+        rule.kl,
+        rule.total_variation,
+        unit,
+        1.0 if softcap is None else softcap,
+        **_options(logits, rule, softcap, with_slope),
+    )
+    factor = None if slope is logits else torch.full_like(costs, 1.0 / unit)
+    return RowScores(cross_entropy, costs, correct, slope, factor)
+
+
+def _target(logits: torch.Tensor, target_logits: torch.Tensor | None, rule: LossRule) -> torch.Tensor:
+    """The target's logits, or anything in their place where none are looked at."""
+    if rule.needs_target and target_logits is None:
+        raise RuntimeError("this loss looks at the target's logits, and was given none")
+    return logits if target_logits is None else target_logits
 
 
 def _of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
