@@ -272,7 +272,6 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "size": options.size.name,
         "token_budget": options.size.token_budget,
         "num_anchors": options.size.num_anchors,
-        "float8": options.float8,
         "batches": options.batches,
         "rounds": options.rounds,
         "commit": commit(),
@@ -285,7 +284,7 @@ def main() -> None:
     options = parsed()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     started = time.perf_counter()
-    results: dict[str, Any] = {"bench": "pipeline", **environment(options)}
+    results: dict[str, Any] = {"bench": "pipeline", **environment(options), "float8": options.float8}
     if options.devices[0].startswith("cuda"):
         free = {name: torch.cuda.mem_get_info(name)[0] / GIB for name in dict.fromkeys(options.devices)}
         say(f"free: {', '.join(f'{name} {gib:.1f} GiB' for name, gib in free.items())}")
