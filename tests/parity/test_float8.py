@@ -120,6 +120,15 @@ def test_a_number_that_is_none_reaches_output_and_gradients() -> None:
         assert not weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("left", [VALUES, GRADIENTS])
+def test_a_product_is_torchs_own(left: torch.dtype) -> None:
+    """What a GPU is asked for, by the CPU's implementation of it."""
+    a, a_scale = round_float8(normal(24, 64, seed=0), left)
+    b, b_scale = round_float8(normal(32, 64, seed=1), VALUES)
+    theirs = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16)
+    assert apart(product(a, a_scale, b.t(), b_scale, torch.bfloat16).float(), theirs.float()) < 1e-3
+
+
 # Loss head
 
 

@@ -106,7 +106,9 @@ def product(
         return torch._scaled_mm(
             left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
         )
-    return (left.float() @ right.float() * (left_scale * right_scale)).to(dtype)
+    wide = left.float() @ right.float() * (left_scale * right_scale)
+    # Under torch 2.11 a traced autograd function whose result is a cast to the type it has loses its gradients.
+    return wide if dtype == torch.float32 else wide.to(dtype)
 
 
 class Rounded(NamedTuple):
