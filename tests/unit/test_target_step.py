@@ -10,7 +10,7 @@ import torch
 
 from draftmill.target import step as steps
 from draftmill.target import step_compiled, step_fused, step_graphed
-from draftmill.target.step import EagerForward
+from draftmill.target.step import EagerForward, compared, largest_difference, rounding_of
 from target_kinds import random_tokens, tiny_target
 
 torch.set_num_threads(1)
@@ -154,3 +154,32 @@ def test_a_decision_of_any_kind_is_built_again(monkeypatch: pytest.MonkeyPatch, 
     assert built is not None
     assert (built.forward.name, built.ways) == (ways[-1], ways)
     assert [name for name in ways if name not in ("plain", "graphed")] == APPLIED
+
+
+def test_padding_without_features_counts_as_equal() -> None:
+    """Half the tokens or more may be padding whose features are all zero."""
+    features = torch.zeros(6, 8)
+    features[:2] = 1.0
+    assert largest_difference([features.clone()], [features]) == 0.0
+    wrong = features.clone()
+    wrong[2:] = 1e-3
+    assert largest_difference([wrong], [features]) == float("inf")
+
+
+def test_what_may_differ_grows_with_what_rounding_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference beyond the fixed share is allowed where one more rounding a layer makes a good part of it."""
+    target = tiny_target("llama")
+    target.model.to(torch.bfloat16)
+    plain = EagerForward(target, (1, 2))
+    tokens = torch.arange(2 * 24).view(2, 24) % 90 + 1
+    features = compared(plain.run(tokens, None))
+    rounding = rounding_of(plain, tokens, None, features)
+    assert 1e-4 < rounding < 5e-2
+    assert not any(layer._forward_hooks for layer in target.layers)
+    assert largest_difference(compared(plain.run(tokens, None)), features) == 0.0
+    monkeypatch.setitem(steps.TOLERANCE, torch.bfloat16, rounding / 10)
+    trial = steps._Trial(plain, tokens, None, timed_runs=1)
+    assert trial._tolerance(rounding / 20) == rounding / 10
+    assert trial.rounding is None
+    assert trial._tolerance(rounding) == pytest.approx(steps.ROUNDINGS * rounding)
+    assert trial.notes == [f"one more rounding a layer makes {rounding:.1e}"]

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +31,9 @@ _logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Median over tokens of the relative difference from the plain model's features, in the tap where it is largest, that
-another order of the same sums may make, by type."""
+another order of the same sums may make, by type; more in a model where that much is rounding."""
+ROUNDINGS = 4.0
+"""How many times as far from the plain features as the plain model is from itself with one more rounding a layer."""
 TIMED_RUNS = 3
 COMPARED_TOKENS = 2048
 """Tokens, spread over the batch, whose features are compared."""
@@ -201,6 +203,7 @@ class _Trial:
         self.best: Forward = plain
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
+        self.rounding: float | None = None
         self.seconds[plain.name], self.features = self._run(plain)
 
     def consider(self, name: str, needed: bool = False) -> None:
@@ -214,7 +217,7 @@ class _Trial:
             forward.apply()
             seconds, features = self._run(forward)
             difference = largest_difference(features, self.features)
-            if not difference <= TOLERANCE.get(features[0].dtype, 5e-2):
+            if not difference <= self._tolerance(difference):
                 raise RuntimeError(f"features differ from the plain model's by {difference:.1e}")
         except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
             if needed:
@@ -228,6 +231,19 @@ class _Trial:
         finally:
             if forward is not None:
                 forward.undo()
+
+    def _tolerance(self, difference: float) -> float:
+        """What a difference may be: a fixed share, and past it what rounding makes in this model, found when needed.
+
+        Rounding grows from layer to layer, and how much depends on the weights.
+        """
+        fixed = TOLERANCE.get(self.features[0].dtype, 5e-2)
+        if difference <= fixed or difference != difference:
+            return fixed
+        if self.rounding is None:
+            self.rounding = rounding_of(self.plain, self.tokens_BS, self.packing, self.features)
+            self.notes.append(f"one more rounding a layer makes {self.rounding:.1e}")
+        return max(fixed, ROUNDINGS * self.rounding)
 
     def report(self) -> str:
         """Times, differences from the plain model's features, and what was rejected and why."""
@@ -245,20 +261,52 @@ class _Trial:
             self._wait()
             if index:
                 seconds.append(time.perf_counter() - started)
-        stride = max(1, self.tokens_BS.numel() // COMPARED_TOKENS)
-        return statistics.median(seconds), [feature.flatten(0, 1)[::stride].clone() for feature in features]
+        return statistics.median(seconds), compared(features)
 
     def _wait(self) -> None:
         if self.tokens_BS.is_cuda:
             torch.cuda.current_stream(self.tokens_BS.device).synchronize()
 
 
+def compared(features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of some tokens' features, spread over the batch: [B, S, H] each -> [tokens, H] each."""
+    stride = max(1, features[0].shape[:2].numel() // COMPARED_TOKENS)
+    return [feature.flatten(0, 1)[::stride].clone() for feature in features]
+
+
 def largest_difference(features: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Median over tokens of the relative difference, in the tap where it is largest. Tensors [..., H]."""
-    return max(
-        float(((ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)).median())
-        for ours, theirs in zip(features, expected, strict=True)
-    )
+    """Median over tokens of the relative difference, in the tap where it is largest. Tensors [..., H].
+
+    A token whose expected features are all zero, as padding's may be, is 0 where ours are too and infinite otherwise.
+    """
+
+    def median(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        apart, size = (ours.float() - theirs.float()).norm(dim=-1), theirs.float().norm(dim=-1)
+        return float(torch.where(apart == 0, 0.0, apart / size).median())
+
+    return max(median(ours, theirs) for ours, theirs in zip(features, expected, strict=True))
+
+
+def rounding_of(
+    plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None, expected: Sequence[torch.Tensor]
+) -> float:
+    """By how much the plain features change if every layer's output is rounded once more: `largest_difference` from
+    `expected`, which `compared` took from the plain model."""
+
+    def round_again(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        noise = torch.rand(hidden.shape, device=hidden.device, generator=generator) - 0.5
+        rounded = (hidden.float() * (1.0 + torch.finfo(hidden.dtype).eps * noise)).to(hidden.dtype)
+        return (rounded, *output[1:]) if isinstance(output, tuple) else rounded
+
+    generator = torch.Generator(plain.target.device).manual_seed(0)
+    # Before the taps' own hooks, which then see what was rounded.
+    hooks = [layer.register_forward_hook(round_again, prepend=True) for layer in plain.target.layers]
+    try:
+        return largest_difference(compared(plain.run(tokens_BS, packing)), expected)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def first_line(error: BaseException) -> str:
