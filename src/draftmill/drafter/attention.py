@@ -101,24 +101,20 @@ class _Document:
 
 
 def flex_masked_attention(
-    shape: DrafterShape,
-    masks: dict[int | None, BlockMask],
-    kernel: Callable[..., Any] = flex_attention,
-    repeat_heads: bool = False,
+    shape: DrafterShape, masks: dict[int | None, BlockMask], kernel: Callable[..., Any] = flex_attention
 ) -> Attention:
     """Attention by flex attention under one block mask for each window in use. CUDA; fast only when compiled.
 
-    repeat_heads: every query head gets a key head of its own. The backward pass has one program for a tile of keys of a
-    key head, and few of them leave most of a GPU waiting for the tiles that nearly every block sees
-    (bench/attention.py).
+    Every query head gets a key head of its own: the backward pass has one program for a tile of keys of a key head, and
+    few key heads leave most of a GPU waiting for the tiles that nearly every block sees (bench/attention.py).
     """
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
-        if repeat_heads and group > 1:
+        if group > 1:
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = kernel(q, k, v, block_mask=masks[shape.window(layer)], enable_gqa=q.shape[1] != k.shape[1])
+        out = kernel(q, k, v, block_mask=masks[shape.window(layer)])
         assert isinstance(out, torch.Tensor)
         return out[0].transpose(0, 1)
 

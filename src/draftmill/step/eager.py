@@ -185,30 +185,13 @@ def dense_attention_choice(state: StepState) -> Callable[[Blocks], Attention]:
     return lambda blocks: dense_attention(state.drafter_shape, blocks)
 
 
-CONTEXT_PROGRAMS = 3.0
-"""Programs a multiprocessor, of the backward pass over the context's keys, from which flex attention keeps every key
-head for its group of query heads. With fewer each query head gets its own: more programs, and copies of the keys."""
-CONTEXT_TILE = 128
-
-
-def repeats_heads(state: StepState) -> bool:
-    """Whether few context tiles and key heads would leave a GPU's multiprocessors waiting; by what is known of it."""
-    if state.device.type != "cuda":
-        return False
-    programs = -(-state.shape.context_slots // CONTEXT_TILE) * state.drafter_shape.num_kv_heads
-    processors = torch.cuda.get_device_properties(state.device).multi_processor_count
-    return programs < CONTEXT_PROGRAMS * processors
-
-
 def flex_attention_choice(state: StepState, kernel: FlexKernel = flex_attention) -> Callable[[Blocks], Attention]:
     """Flex attention under tile lists built from each batch's blocks; `kernel` as it is inside a compiled step."""
     shape = state.drafter_shape
     tiles = TileLists(state.shape.context_slots, state.shape.anchor_slots, shape.block_size, state.device)
     windows = {shape.window(layer) for layer in range(shape.num_layers)}
-    repeat = repeats_heads(state)
 
     def attention(blocks: Blocks) -> Attention:
-        masks = {window: tiles.mask(blocks, window) for window in windows}
-        return flex_masked_attention(shape, masks, kernel, repeat)
+        return flex_masked_attention(shape, {window: tiles.mask(blocks, window) for window in windows}, kernel)
 
     return attention
