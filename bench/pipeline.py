@@ -9,7 +9,8 @@ counts).
            alone: Ktok/s over the slower side's. To be at least 0.95.
     peer   the same pipeline with a peer's step in place of ours, and a plain loop of a Hugging Face forward and the
            peer's step on each of the devices: our Ktok/s over theirs. To be at least 1.4 with SpecForge's step, 1.2
-           with speculators' (--peers).
+           with speculators' (--peers). Ours also as `spread`: a target and a drafter on each of the devices, which
+           wastes less where one side is much slower than the other.
     gil    five targets and three drafters in threads on two devices against one and one, on a small model with small
            batches, where Python is what everybody waits for: eager, with captured drafters, and with both captured.
            Packed rows; drafters sum nothing, for NCCL takes one rank a device. To be at least 0.90 where captured.
@@ -118,14 +119,34 @@ def peer(options: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
         kept["ours"] = median_rate([rig.race(options.batches, options.warm_up) for _ in range(options.rounds)])
         say(f"ours {kept['ours']:.2f} Ktok/s")
     result: dict[str, Any] = {"ours_ktok_s": kept["ours"]}
+    rig.forget_drafters()
+    try:
+        result["spread_ktok_s"] = median_rate(spread(options))
+        say(f"ours, a target and a drafter on each device: {result['spread_ktok_s']:.2f} Ktok/s")
+    except Exception as error:  # the peers are compared with one and one all the same
+        result["spread_error"] = f"{type(error).__name__}: {first_line(error)[:300]}"
+        traceback.print_exc()
+    free_memory([torch.device(name) for name in options.devices])
+    best = max(kept["ours"], result.get("spread_ktok_s", 0.0))
     for name in options.peers:
         try:
             result[name] = against(options, rig, kept["ours"], name)
+            result[name]["best_over_plain_loop"] = best / result[name]["plain_loop_ktok_s"]
         except Exception as error:  # one peer's failure is its result
             result[name] = {"error": f"{type(error).__name__}: {first_line(error)[:300]}"}
             traceback.print_exc()
         rig.forget_drafters()
     return result
+
+
+def spread(options: argparse.Namespace) -> list[Measured]:
+    """A target and a drafter on each of the devices, in rounds."""
+    devices = list(options.devices)
+    setup = prepared(options, options.size, devices, devices)
+    rig = Rig(setup, random_loaded(setup, options.size))
+    rig.build_targets(options.target_step)
+    rig.build_drafters(options.drafter_step)
+    return [rig.race(options.batches, options.warm_up) for _ in range(options.rounds)]
 
 
 def against(options: argparse.Namespace, rig: Rig, ours: float, name: str) -> dict[str, Any]:
