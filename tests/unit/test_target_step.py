@@ -177,9 +177,32 @@ def test_what_may_differ_grows_with_what_rounding_makes(monkeypatch: pytest.Monk
     assert 1e-4 < rounding < 5e-2
     assert not any(layer._forward_hooks for layer in target.layers)
     assert largest_difference(compared(plain.run(tokens, None)), features) == 0.0
+    assert steps._Trial(plain, tokens, None, timed_runs=1).tolerance == 5e-2
     monkeypatch.setitem(steps.TOLERANCE, torch.bfloat16, rounding / 10)
     trial = steps._Trial(plain, tokens, None, timed_runs=1)
-    assert trial._tolerance(rounding / 20) == rounding / 10
-    assert trial.rounding is None
-    assert trial._tolerance(rounding) == pytest.approx(steps.ROUNDINGS * rounding)
-    assert trial.notes == [f"one more rounding a layer makes {rounding:.1e}"]
+    assert trial.tolerance == pytest.approx(steps.ROUNDINGS * rounding)
+
+
+def test_a_wrong_way_is_measured_against_the_plain_models_rounding_and_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It changes the target while it is applied, and what it does must not count as rounding."""
+
+    class Louder(EagerForward):
+        def apply(self) -> None:
+            def louder(_module: Any, _inputs: Any, output: Any) -> Any:
+                return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+            self.hooks = [layer.register_forward_hook(louder, prepend=True) for layer in self.target.layers]
+
+        def undo(self) -> None:
+            for hook in self.hooks:
+                hook.remove()
+
+    target = tiny_target("llama")
+    target.model.to(torch.bfloat16)
+    monkeypatch.setattr(step_fused, "FusedForward", Louder)
+    trial = steps._Trial(EagerForward(target, (1, 2)), TOKENS, None, timed_runs=1)
+    trial.consider("fused")
+    assert trial.best.name == "plain"
+    assert trial.notes[0].startswith("fused rejected: RuntimeError: features differ from the plain model's by ")

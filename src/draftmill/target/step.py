@@ -194,7 +194,7 @@ def _build(name: str, plain: EagerForward, inner: Forward, packed_length: int | 
 
 
 class _Trial:
-    """The plain model's time and features on the batch, and the best way found so far."""
+    """The plain model's time and features on the batch, how far from them rounding may lead, and the best way so far."""
 
     def __init__(
         self, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None, timed_runs: int = TIMED_RUNS
@@ -203,8 +203,10 @@ class _Trial:
         self.best: Forward = plain
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
-        self.rounding: float | None = None
         self.seconds[plain.name], self.features = self._run(plain)
+        # Measured here, where no other way is applied to the target.
+        rounding = rounding_of(plain, tokens_BS, packing, self.features)
+        self.tolerance = max(TOLERANCE.get(self.features[0].dtype, 5e-2), ROUNDINGS * rounding)
 
     def consider(self, name: str, needed: bool = False) -> None:
         """Build a way and try it; it becomes the best if it is right and the fastest, with `needed` if it is right.
@@ -217,8 +219,10 @@ class _Trial:
             forward.apply()
             seconds, features = self._run(forward)
             difference = largest_difference(features, self.features)
-            if not difference <= self._tolerance(difference):
-                raise RuntimeError(f"features differ from the plain model's by {difference:.1e}")
+            if not difference <= self.tolerance:
+                raise RuntimeError(
+                    f"features differ from the plain model's by {difference:.1e}, more than rounding's {self.tolerance:.1e}"
+                )
         except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
             if needed:
                 raise
@@ -231,19 +235,6 @@ class _Trial:
         finally:
             if forward is not None:
                 forward.undo()
-
-    def _tolerance(self, difference: float) -> float:
-        """What a difference may be: a fixed share, and past it what rounding makes in this model, found when needed.
-
-        Rounding grows from layer to layer, and how much depends on the weights.
-        """
-        fixed = TOLERANCE.get(self.features[0].dtype, 5e-2)
-        if difference <= fixed or difference != difference:
-            return fixed
-        if self.rounding is None:
-            self.rounding = rounding_of(self.plain, self.tokens_BS, self.packing, self.features)
-            self.notes.append(f"one more rounding a layer makes {self.rounding:.1e}")
-        return max(fixed, ROUNDINGS * self.rounding)
 
     def report(self) -> str:
         """Times, differences from the plain model's features, and what was rejected and why."""
