@@ -14,8 +14,7 @@ draftmill.step.flops; the ceiling is a product of two random 8192 x 8192 bfloat1
     PYTHONPATH=src python bench/step.py --tiny        (on a CPU: that the script works, not how fast anything is)
 
 Without --contenders and --sizes all are run, but for the contenders in float8, whose numbers are others: those have to
-be named. The peers need their wheels on the path; a contender that fails is in the
-result with its error.
+be named. The peers need their wheels on the path; a contender that fails is in the result with its error.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def _build(name: str, plain: EagerForward, inner: Forward, packed_length: int | 
 
 
 class _Trial:
-    """The plain model's time and features on the batch, how far from them rounding may lead, and the best way so far."""
+    """The plain model's time and features on the batch, what rounding may make of them, and the best way so far."""
 
     def __init__(
         self, plain: EagerForward, tokens_BS: torch.Tensor, packing: Packing | None, timed_runs: int = TIMED_RUNS
@@ -220,9 +220,8 @@ class _Trial:
             seconds, features = self._run(forward)
             difference = largest_difference(features, self.features)
             if not difference <= self.tolerance:
-                raise RuntimeError(
-                    f"features differ from the plain model's by {difference:.1e}, more than rounding's {self.tolerance:.1e}"
-                )
+                allowed = f"more than rounding's {self.tolerance:.1e}"
+                raise RuntimeError(f"features differ from the plain model's by {difference:.1e}, {allowed}")
         except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
             if needed:
                 raise
