@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
+import cuda_steps
+from cuda_steps import ANCHORS, BLOCK, CONTEXT, on_own_stream
 from draftmill.config import Float8Choice, StepChoice, TrainConfig
 from draftmill.drafter import loss_float8
 from draftmill.drafter.float8 import GRADIENTS, VALUES, column_major, float8_linear, product, round_float8
 from draftmill.drafter.loss import LossRule, loss_chunk
 from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.float8 import has_float8
 from draftmill.step.choose import TOLERANCE_FLOAT8, build_step, fill_randomly
 from draftmill.step.eager import EagerStep
@@ -30,24 +30,8 @@ pytestmark = [
 ]
 
 CUDA = torch.device("cuda:0")
-CONTEXT, ANCHORS, BLOCK = 1024, 64, 16
 FULL = ANCHORS * (BLOCK - 1)
-SHAPE = DrafterShape(
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    rms_norm_eps=1e-6,
-    vocab_size=1008,
-    block_size=BLOCK,
-    mask_token_id=1007,
-    target_layer_ids=(1, 3),
-    num_target_layers=8,
-    rope={"rope_type": "default", "rope_theta": 1e6},
-    max_position_embeddings=4096,
-)
+SHAPE = replace(cuda_steps.SHAPE, vocab_size=1008, mask_token_id=1007)  # multiples of 16
 RULES = {
     "cross entropy": LossRule(7.0),
     "cross entropy to the target's labels": LossRule(7.0, target_labels=True),
@@ -75,14 +59,6 @@ def make_state(
     return StepState(
         drafter, TargetHead(matrix, matrix), rule or LossRule(7.0), shape, CUDA, torch.bfloat16, float8=float8
     )
-
-
-def on_own_stream(work: Callable[[], Any]) -> Any:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        result = work()
-    stream.synchronize()
-    return result
 
 
 def gradient_of(step: EagerStep) -> tuple[torch.Tensor, float]:

@@ -4,17 +4,16 @@ hidden state, whole runs equal the CPU's, and nothing is read back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cuda_steps import ANCHORS, BLOCK, CONTEXT, SHAPE, on_own_stream
 from draftmill.config import TrainConfig
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
 from draftmill.step.choose import build_step
 from draftmill.step.eager import EagerStep
@@ -32,7 +31,7 @@ from tiny import config_of, metrics_of, small_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
-CONTEXT, ANCHORS, BLOCK, HIDDEN, VOCABULARY = 1024, 64, 16, 256, 1000
+HIDDEN, VOCABULARY = SHAPE.hidden_size, SHAPE.vocab_size
 RULES = {
     "kl": LossRule(7.0, cross_entropy=0.0, kl=1.0),
     "total variation": LossRule(7.0, cross_entropy=0.0, total_variation=1.0),
@@ -43,27 +42,11 @@ RULES = {
 
 
 def make_state(rule: LossRule, dtype: torch.dtype, softcap: float | None = None) -> StepState:
-    shape = DrafterShape(
-        hidden_size=HIDDEN,
-        intermediate_size=512,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-6,
-        vocab_size=VOCABULARY,
-        block_size=BLOCK,
-        mask_token_id=VOCABULARY - 1,
-        target_layer_ids=(1, 3),
-        num_target_layers=8,
-        rope={"rope_type": "default", "rope_theta": 1e6},
-        max_position_embeddings=4096,
-    )
     matrix = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1)) * 0.1
     head = TargetHead(matrix, matrix, logit_softcap=softcap)
     # 240 rows a chunk: 16 blocks under D-PACE
     return StepState(
-        Drafter(shape, seed=0), head, rule, StepShape(CONTEXT, ANCHORS, 240), torch.device("cuda:0"), dtype
+        Drafter(SHAPE, seed=0), head, rule, StepShape(CONTEXT, ANCHORS, 240), torch.device("cuda:0"), dtype
     )
 
 
@@ -81,14 +64,6 @@ def batch(seed: int, num_blocks: int) -> tuple[torch.Tensor, Blocks, int]:
     blocks.anchors_A[:num_blocks], blocks.starts_A[:num_blocks] = anchors.int(), starts[anchors].int()
     blocks.slots_A[:num_blocks] = (ends - 1 - anchors).clamp(max=BLOCK - 1).int()
     return carried, blocks, int(blocks.slots_A.sum())
-
-
-def on_own_stream(work: Callable[[], Any]) -> Any:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        result = work()
-    stream.synchronize()
-    return result
 
 
 def run(step: EagerStep, seed: int, num_blocks: int) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from cuda_steps import ANCHORS, BLOCK, CONTEXT, SHAPE, on_own_stream
 from draftmill.config import TrainConfig
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
-from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
 from draftmill.step.choose import build_step
 from draftmill.step.eager import EagerStep
@@ -20,28 +21,10 @@ from draftmill.train.optimizer import FlatAdamW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
-CONTEXT, ANCHORS, BLOCK = 1024, 64, 16
-
 
 def make_state(dtype: torch.dtype, device: str = "cuda:0", window: int | None = None, block: int = BLOCK) -> StepState:
-    shape = DrafterShape(
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-6,
-        vocab_size=1000,
-        block_size=block,
-        mask_token_id=999,
-        target_layer_ids=(1, 3),
-        num_target_layers=8,
-        rope={"rope_type": "default", "rope_theta": 1e6},
-        max_position_embeddings=4096,
-        sliding_window=window,
-        sliding_layers=(1,) if window else (),
-    )
+    layers = (1,) if window else ()
+    shape = replace(SHAPE, block_size=block, sliding_window=window, sliding_layers=layers)
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randn(1000, 256, generator=generator) * 0.1
     drafter = Drafter(shape, seed=0)
@@ -73,14 +56,6 @@ def batch(seed: int, num_blocks: int = ANCHORS, block: int = BLOCK) -> tuple[tor
     room = ends[torch.searchsorted(ends, anchors, right=True)] - 1 - anchors
     blocks.slots_A[:num_blocks] = room.clamp(max=block - 1).int()
     return features, blocks, int(blocks.slots_A.sum())
-
-
-def on_own_stream(work):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        result = work()
-    stream.synchronize()
-    return result
 
 
 def train(choice: str, dtype: torch.dtype, steps: int, **shape) -> tuple[torch.Tensor, list[float]]:
