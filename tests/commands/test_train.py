@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,6 +159,56 @@ def test_a_target_without_an_id_for_the_mask(tmp_path: Path, capsys: pytest.Capt
     said = refused(capsys, tmp_path / "run.yaml", "drafter.num_taps=2")
     assert "no mask token, no embedding row without a token and no reserved token; set drafter.mask_token_id" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "said"),
+    [
+        (
+            {"hidden_act": "gelu"},
+            (),
+            "layer 4 of the target is not of the drafter's form, it has another activation than SiLU",
+        ),
+        ({"attention_bias": True}, (), "layer 4 of the target has no self_attn.q_proj of the drafter's form"),
+        ({}, ("drafter.num_layers=7",), "the target has 6 layers, fewer than drafter.num_layers 7; lower it"),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), "is quantized, its layers are no drafter's first"),
+    ],
+)
+def test_a_target_that_can_not_give_first_weights(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any],
+    overrides: tuple[str, ...],
+    said: str,
+) -> None:
+    """Found by its configuration, before weights are read or a directory is made."""
+    model = tmp_path / "target"
+    shutil.copytree(folder / "target", model)
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **changed}))
+    asked = (f"run.dir={tmp_path / 'run'}", f"target.model={model}", "drafter.init=target", *overrides)
+    refusal = refused(capsys, folder / "run.yaml", *asked)
+    assert refusal.startswith("drafter.init target: ")
+    assert said in refusal
+    assert refusal.endswith("use drafter.init=normal")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_target_whose_weights_can_not_be_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found when they are read, in the run: input that can't be used, so exit code 2; and started again in place."""
+    model, run = tmp_path / "target", tmp_path / "run"
+    shutil.copytree(folder / "target", model)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert train(folder / "run.yaml", f"run.dir={run}", f"target.model={model}") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"draftmill: error: target '{model}' can't be loaded: ")
+    assert last.endswith(f"the whole story is in {run / 'run.log'}")
+    assert read_status(run).phase is Phase.CRASHED
+    (model / "model.safetensors").write_bytes(weights)
+    assert train(folder / "run.yaml", f"run.dir={run}", f"target.model={model}", "train.max_steps=2") == 0
 
 
 def test_too_few_samples_to_hold_any_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ from draftmill.train.naming import with_directory
 
 
 def run(config: Config, arguments: list[str], *, detach: bool, resume: bool) -> int:
-    """Train; returns the process's exit code: 0 finished or stopped, 1 crashed, 4 stalled. Raises InputError.
+    """Train; returns the process's exit code: 0 finished or stopped, 1 crashed, 4 stalled; 2 where what the target's
+    files hold can't be used, which shows only once they are read, in the run. Raises InputError for all else.
 
     arguments: the command line's own, handed on to a detached process.
     """
@@ -44,7 +45,7 @@ def run(config: Config, arguments: list[str], *, detach: bool, resume: bool) -> 
     except Exception as error:
         if not begun:  # the user's input, or a bug with its traceback
             raise
-        reason = str(error) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         print(f"draftmill: error: {reason}; the whole story is in {begun[0] / LOG_FILE}", file=sys.stderr)
         return _leave(ended_by(error))
     return 0

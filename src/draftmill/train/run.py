@@ -22,7 +22,7 @@ from draftmill.pipeline.collective import Hosts, hosts_store
 from draftmill.pipeline.meeting import Meeting
 from draftmill.pipeline.supervision import Stalled, WorkerFailed
 from draftmill.train.assemble import LOOKAHEAD, Parts, running_team
-from draftmill.train.loading import load_targets
+from draftmill.train.loading import Loaded, load_targets
 from draftmill.train.loop import training_loop
 from draftmill.train.naming import with_directory
 from draftmill.train.planning_devices import check_costs, devices_as_before, with_best_split
@@ -32,6 +32,11 @@ from draftmill.train.report import NotFinite, Reporter
 from draftmill.train.saving import Saver
 from draftmill.train.setup import Setup, facts_to_share, set_up
 from draftmill.train.start import Start, find_start
+
+
+class Unusable(InputError):
+    """Input of the run can't be used, which only shows with its directory taken: the target's weights are damaged, or
+    no split of the devices fits."""
 
 
 def train(
@@ -47,9 +52,10 @@ def train(
     resume: go on from the run directory's newest checkpoint. console: whether the log also goes to standard error.
     observe: gets every record of metrics.jsonl as it is written, in this thread. begun: called with this host's
     directory once it is taken; from there on whatever goes wrong is recorded in it.
-    Raises InputError for what the user can change, before anything is written; WorkerFailed, naming worker and device,
-    for a worker's failure; NotFinite for a loss that is not; Stalled when nothing moves any more. Should this thread
-    itself hang in a device that never answers, the process ends with the exit code of `ended_by`.
+    Raises InputError for what the user can change, before anything is written, or Unusable where it shows later, before
+    anything is trained; WorkerFailed, naming worker and device, for a worker's failure; NotFinite for a loss that is
+    not; Stalled when nothing moves any more. Should this thread itself hang in a device that never answers, the process
+    ends with the exit code of `ended_by`.
     """
     hosts = Hosts.from_environment()
     if hosts.count > 1 and config.run.dir is None:
@@ -78,8 +84,10 @@ def train(
 
 
 def ended_by(failure: BaseException | None) -> int:
-    """The exit code of a run that a failure ended: 4 stalled, 1 crashed."""
-    return 4 if failure is None or isinstance(failure, Stalled) else 1
+    """The exit code of a run that a failure ended: 4 stalled, 2 the user's input can't be used, 1 crashed."""
+    if failure is None or isinstance(failure, Stalled):
+        return 4
+    return 2 if isinstance(failure, Unusable) else 1
 
 
 def _record(run: RunDirectory, failure: WorkerFailed | NotFinite | Stalled | None) -> None:
@@ -110,15 +118,8 @@ def _directory(setup: Setup, run_dir: Path, start: Start, meeting: Meeting, cons
     return create(path, config.model_copy(update={"monitor": quiet}), (path / STATE_FILE).exists())
 
 
-def _train(
-    setup: Setup,
-    run: RunDirectory,
-    run_dir: Path,
-    start: Start,
-    store: dist.Store | None,
-    meeting: Meeting,
-    observe: Callable[[dict[str, Any]], None],
-) -> Phase:
+def _load(setup: Setup, run: RunDirectory, start: Start, meeting: Meeting) -> tuple[Setup, Loaded]:
+    """The setup with its devices chosen, and the targets on them. Raises InputError."""
     setup = with_best_split(setup, run, meeting, environment)
     setup.placement.make_current()
     run.phase(Phase.LOADING_DATA)
@@ -128,7 +129,22 @@ def _train(
     for held in held_by_others(_gpu_uuids(setup)):
         run.log.warning(held.line())
     run.phase(Phase.LOADING_TARGETS)
-    loaded = load_targets(setup, run)
+    return setup, load_targets(setup, run)
+
+
+def _train(
+    setup: Setup,
+    run: RunDirectory,
+    run_dir: Path,
+    start: Start,
+    store: dist.Store | None,
+    meeting: Meeting,
+    observe: Callable[[dict[str, Any]], None],
+) -> Phase:
+    try:
+        setup, loaded = _load(setup, run, start, meeting)
+    except InputError as error:
+        raise Unusable(str(error)) from error
     if any(wish != "no" for wish in meeting.exchange("loading targets", run.stop_requested(), run.log.info)):
         meeting.leave(run.log.info)
         return Phase.STOPPED  # nothing was trained yet, so there is nothing to save

@@ -17,6 +17,7 @@ from draftmill.data.encode import hash_tokenizer
 from draftmill.data.plan import BatchPlan, split_heldout
 from draftmill.data.store import Store
 from draftmill.drafter.float8 import check_float8
+from draftmill.drafter.initial import check_layers
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.mask import TILE
 from draftmill.drafter.shape import DrafterShape, shape_for
@@ -25,7 +26,7 @@ from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.placement import Placement, has_bfloat16, place
 from draftmill.pipeline.stream import Stream
 from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape
-from draftmill.target.load import check_quantize, load_config, load_tokenizer
+from draftmill.target.load import check_quantize, empty_target, is_quantized, load_config, load_tokenizer
 from draftmill.target.mask_token import resolve_mask_token
 from draftmill.target.model import OUTPUT
 from draftmill.target.step import check_choice
@@ -96,6 +97,8 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
     notes: list[str] = []
     if config.drafter.from_checkpoint is not None:
         shape, warm_weights, notes = warm_start(config.drafter.from_checkpoint, shape)
+    elif config.drafter.init == "target":
+        _check_first_weights(config, target_config, shape)
     dtype = _compute_type(config, placement)
     check_float8(config.drafter.float8, shape, dtype, placement.drafters)
     plan, heldout_plan = _plans(config, store)
@@ -160,6 +163,17 @@ def _shape(config: Config, store: Store, target_config: Any) -> DrafterShape:
         )
     mask_token_id = resolve_mask_token(tokenizer, rows, config.drafter.mask_token_id, used)
     return shape_for(target_config, config.drafter, mask_token_id)
+
+
+def _check_first_weights(config: Config, target_config: Any, shape: DrafterShape) -> None:
+    """Raise InputError where the target can't give a drafter's first weights, seen without reading its own."""
+    model = config.target.model
+    if is_quantized(target_config):
+        raise InputError(
+            f"drafter.init target: target {model!r} is quantized, its layers are no drafter's first weights; use "
+            "drafter.init=normal"
+        )
+    check_layers(empty_target(model, target_config, config.target.trust_remote_code).layers, shape)
 
 
 def _plans(config: Config, store: Store) -> tuple[BatchPlan, BatchPlan | None]:
