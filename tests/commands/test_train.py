@@ -252,7 +252,7 @@ def test_trained_finished_and_not_resumable(folder: Path, tmp_path: Path, capsys
     log = capsys.readouterr().err
     assert "samples loaded (Arrow-backed, lazy access)" in log
     assert "  Target 0 on cpu..." in log
-    assert "end of epoch 0: " in log
+    assert "end by train.max_steps 3, in epoch 1: " in log
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["lr"] == 3e-4
     (last,) = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if line["step"] == 3]
     assert 0.0 <= last["padding_share"] < 0.5
@@ -327,7 +327,7 @@ def test_exit_codes_of_every_ending_and_a_last_good_checkpoint(
 def test_the_last_line_says_what_went_wrong_and_where_to_look(endings: dict[str, Any]) -> None:
     last = {name: ended["last"] for name, ended in endings.items()}
     assert last["crashed"].startswith(
-        "draftmill: error: worker target-0 on cpu failed on batch 6 (epoch 0, index 6): ArithmeticError: made up; "
+        "draftmill: error: worker target-0 on cpu failed on batch 6 (epoch 1, index 6): ArithmeticError: made up; "
         "the whole story is in "
     )
     assert last["crashed"].endswith("run.log")

@@ -26,7 +26,7 @@ def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
         run.wait_end()
         done = draftmill("watch", "run", folder=tmp_path)
     assert done.returncode == 0
-    assert "100.0 %  step 40 / 40" in done.stdout
+    assert "100.0 %  step 40 / 40   epoch 1 / 1 " in done.stdout
     assert "loss  0.800" in done.stdout
     assert "\033" not in done.stdout
 

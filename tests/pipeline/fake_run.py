@@ -65,7 +65,7 @@ def report_step(run: RunDirectory, step: int) -> None:
     """What the loop tells after a step."""
     loss = 4.0 / (1 + 0.1 * step)
     run.metrics({"step": step, "epoch": 0, "loss": loss, "context_tokens": 3000, "context_tokens_per_s": 1e5})
-    run.progress(step, STEPS, epoch=0.1, epochs=1, loss=loss, context_tokens_per_s=1e5)
+    run.progress(step, STEPS, epoch=0, epochs=1, loss=loss, context_tokens_per_s=1e5)
 
 
 def main(directory: str, behaviour: str, stall_s: str = "600", resume: str = "") -> int:

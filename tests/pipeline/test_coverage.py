@@ -48,8 +48,23 @@ def test_what_the_anchors_cover_is_logged_and_who_got_none(
     ((epoch, anchors, share, documents, starved),) = LINE.findall((tmp_path / "run.log").read_text())
     drawn = sum(min(num_anchors, sum(batch)) for batch in batches)
     offered = sum(map(sum, batches))
-    assert (epoch, anchors, documents) == ("0", f"{drawn:,}", str(sum(map(len, batches))))
+    assert (epoch, anchors, documents) == ("1", f"{drawn:,}", str(sum(map(len, batches))))
     assert share == f"{100 * drawn / offered:.1f}"
     without = sum(max(0, len(batch) - num_anchors) for batch in batches)
     assert starved == (str(without) if without else "")
     assert (without > 0) == (num_anchors == 3)
+
+
+@pytest.mark.parametrize("max_steps", [2, None])
+def test_what_ended_is_told(world: dict[str, Any], tmp_path: Path, max_steps: int | None) -> None:
+    """An epoch that `train.max_steps` breaks off has not ended; people count epochs from 1."""
+    limit = "null" if max_steps is None else max_steps
+    config = config_of(world, f"run.dir={tmp_path}", "train.epochs=2", f"train.max_steps={limit}")
+    assert set_up(config, Hosts()).plan.num_batches(0) > 2
+    train(config, console=False)
+    log = (tmp_path / "run.log").read_text()
+    ends = re.findall(r"(end .*?): [\d,]+ anchors so far", log)
+    assert ends == (
+        ["end of epoch 1", "end of epoch 2"] if max_steps is None else ["end by train.max_steps 2, in epoch 1"]
+    )
+    assert re.findall(r"  (epoch \d+ / \d+)  loss", log)[0] == "epoch 1 / 2"

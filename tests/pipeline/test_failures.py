@@ -42,7 +42,7 @@ class Raises(Worker):
     def __init__(self, supervisor: Supervisor, name: str, error: BaseException) -> None:
         super().__init__(name, "cpu", supervisor)
         self.error, self.events = error, []
-        self.doing, self.step = "at step 3, batch 7 (epoch 0, index 7)", 3
+        self.doing, self.step = "at step 3, batch 7 (epoch 1, index 7)", 3
 
     def work(self) -> None:
         raise self.error
@@ -67,7 +67,7 @@ def test_the_first_failure_wins_and_closes_everything_once() -> None:
     with pytest.raises(WorkerFailed) as caught:
         supervisor.check()
     assert str(caught.value) == (
-        "worker drafter-1 on cpu failed at step 3, batch 7 (epoch 0, index 7): ArithmeticError: made up"
+        "worker drafter-1 on cpu failed at step 3, batch 7 (epoch 1, index 7): ArithmeticError: made up"
     )
     assert (caught.value.worker, caught.value.device, caught.value.step) == ("drafter-1", "cpu", 3)
     assert isinstance(caught.value.__cause__, ArithmeticError)
@@ -87,7 +87,7 @@ def test_every_kind_of_end_of_a_worker() -> None:
         worker.start()
         worker.join(SOON_S)
         told[name] = str(supervisor.failure) if supervisor.failure is not None else None
-    where = "at step 3, batch 7 (epoch 0, index 7)"
+    where = "at step 3, batch 7 (epoch 1, index 7)"
     assert told == {
         "closed": None,
         "memory": f"worker memory on cpu failed {where}: MemoryError",

@@ -41,6 +41,22 @@ def start(function: Callable[[], Any]) -> threading.Thread:
 # The stream
 
 
+@pytest.mark.parametrize(
+    ("stream", "last_of_epochs"),
+    [
+        (stream_of(), [4, 9, 14]),
+        (stream_of(accumulate=5), [0, 1, 2]),
+        (stream_of(accumulate=2), [2, 4, 7]),  # a group over the border is of the epoch that it begins in
+        (stream_of(draws=2), [9, 19, 29]),
+        (stream_of(max_steps=7), [4]),
+        (stream_of(max_steps=10), [4, 9]),
+        (stream_of(draws=2, max_steps=9), []),  # between the draws of the last batch
+    ],
+)
+def test_where_epochs_end(stream: Stream, last_of_epochs: list[int]) -> None:
+    assert [step for step in range(stream.total_steps) if stream.ends_epoch(step)] == last_of_epochs
+
+
 @pytest.mark.parametrize("num_drafters", [1, 2, 3, 6])
 def test_a_steps_batches_are_the_same_however_many_drafters_share_them(num_drafters: int) -> None:
     stream = stream_of(num_drafters, 6 // num_drafters)
@@ -400,7 +416,7 @@ def test_a_failing_loader_is_named_as_such() -> None:
         results_of(rig, 15)
     assert rig.team.abandon() == []
     assert str(caught.value) == (
-        "worker loader on cpu failed reading ahead (target-0 was last on batch 3 (epoch 0, index 3)): "
+        "worker loader on cpu failed reading ahead (target-0 was last on batch 3 (epoch 1, index 3)): "
         "OSError: made up: the disk is gone"
     )
 
@@ -418,8 +434,8 @@ def test_a_failing_target_and_a_failing_drafter_are_named_with_what_they_were_at
                 raise ArithmeticError("made up")
 
     for rig, said in (
-        (Rig(stream_of(), target=BadTarget()), "target-0 on cpu failed on batch 3 (epoch 0, index 3)"),
-        (Rig(stream_of(), drafter=BadDrafter), "drafter-0 on cpu failed at step 3, batch 2 (epoch 0, index 2)"),
+        (Rig(stream_of(), target=BadTarget()), "target-0 on cpu failed on batch 3 (epoch 1, index 3)"),
+        (Rig(stream_of(), drafter=BadDrafter), "drafter-0 on cpu failed at step 3, batch 2 (epoch 1, index 2)"),
     ):
         with pytest.raises(WorkerFailed) as caught:
             results_of(rig, 15)

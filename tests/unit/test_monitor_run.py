@@ -139,11 +139,11 @@ def test_progress_keeps_what_it_is_not_told_and_takes_speed_and_acceptance_from_
     run.metrics({"step": 1, "loss": 2.0, "context_tokens": 1000, "context_tokens_per_s": 1000.0})
     run.metrics({"step": 2, "loss": 2.0, "context_tokens": 3000, "context_tokens_per_s": 1000.0 * 3})
     run.metrics({"step": 2, "accept_length": 3.5, "accept_by_slot": [0.9]})
-    run.progress(2, 100, epoch=0.5, epochs=2, loss=2.0, context_tokens_per_s=123456.0)
+    run.progress(2, 100, epoch=1, epochs=2, loss=2.0, context_tokens_per_s=123456.0)
     run.progress(3)
     run._recorder.write_now()
     assert state(run)["progress"] == {
-        "step": 3, "steps": 100, "epoch": 0.5, "epochs": 2, "loss": 2.0, "context_tokens_per_s": 2000.0,
+        "step": 3, "steps": 100, "epoch": 1, "epochs": 2, "loss": 2.0, "context_tokens_per_s": 2000.0,
         "mean_context_tokens_per_s": 2000.0, "accept_length": 3.5, "accept_step": 2,
     }  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_log_lines_carry_time_worker_and_device_and_steps_come_every_n_seconds(t
     assert [line[20:] for line in lines] == [
         "drafter-0 cuda:5 | compiled",
         "drafter-0 cuda:5 | loaded",
-        "drafter-0 cuda:5 | step 1 / 50  epoch 0 / 1  loss 1.2500  83.2 Ktok/s",
+        "drafter-0 cuda:5 | step 1 / 50  epoch 1 / 1  loss 1.2500  83.2 Ktok/s",
         "main WARNING | careful",
         "main | phase: finished",
     ]

@@ -174,7 +174,7 @@ def test_text_of_a_living_run(tmp_path: Path) -> None:
     }  # fmt: skip
     text = shown(tmp_path, make_state(progress=progress))
     assert f"training  for 1 min 40 s  (process {os.getpid()} on {ME.host}: alive)" in text
-    assert "step 250 / 1,000 (25.0 %)   epoch 1 / 4   5 min 00 s to go" in text
+    assert "step 250 / 1,000 (25.0 %)   epoch 2 / 4   5 min 00 s to go" in text
     assert "83.2 Ktok/s (mean 80.0)   loss 1.5000   held-out acceptance length 3.46 (step 200)" in text
     assert "before this phase: loading targets 20 s" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -40,6 +40,7 @@ from draftmill.monitor.lock import Lock
 from draftmill.monitor.log import RunLog, place_of
 from draftmill.monitor.phases import ENDINGS, Phase
 from draftmill.monitor.recorder import Recorder
+from draftmill.monitor.show import epoch, number
 from draftmill.monitor.stacks import all_stacks
 from draftmill.monitor.state import StateFile, finite, write_json
 from draftmill.monitor.stopping import StopMode, StopWish
@@ -186,7 +187,7 @@ class RunDirectory:
         self,
         step: int,
         steps: int | None = None,
-        epoch: float | None = None,
+        epoch: int | None = None,
         epochs: int | None = None,
         loss: float | None = None,
         context_tokens_per_s: float | None = None,
@@ -196,9 +197,9 @@ class RunDirectory:
     ) -> None:
         """Say how far the run is; logs a step line every train.log_every_s seconds.
 
-        None keeps the last value. Speeds come from `metrics` where it was told of them: the mean over all steps, and
-        as the present one that of the last 20, for steps that are reported together have no speed of their own.
-        The acceptance length comes from there too.
+        None keeps the last value. step counts from 1, epoch from 0, as the run's files do.
+        Speeds come from `metrics` where it was told of them: the mean over all steps, and as the present one that of
+        the last 20, for steps that are reported together have no speed of their own. So does the acceptance length.
         """
         if self._recent:
             mean_context_tokens_per_s = self._num_tokens / self._token_s
@@ -327,14 +328,11 @@ def _setting(config: dict[str, Any], section: str, name: str, default: Any) -> A
 
 def _step_line(figures: dict[str, Any]) -> str:
     def known(key: str, form: str, scale: float | None = None) -> str:
-        value = figures.get(key)
-        if not isinstance(value, int | float):
-            return ""
-        return form.format(value if scale is None else value * scale)
+        return number(figures.get(key), form, scale)
 
     parts = [
         known("step", "step {:,}") + known("steps", " / {:,}"),
-        known("epoch", "epoch {:.4g}") + known("epochs", " / {:g}"),
+        epoch(figures),
         known("loss", "loss {:.4f}"),
         known("context_tokens_per_s", "{:.1f} Ktok/s", 1e-3)
         + known("mean_context_tokens_per_s", " (mean {:.1f})", 1e-3),

@@ -106,6 +106,14 @@ def figures(progress: dict[str, Any]) -> list[str]:
     return [part for part in parts if part]
 
 
+def epoch(progress: dict[str, Any]) -> str:
+    """The epoch under way, and of how many: counted from 1, as people do. In the files epochs count from 0."""
+    value = progress.get("epoch")
+    if not isinstance(value, int | float):
+        return ""
+    return f"epoch {int(value) + 1}" + number(progress.get("epochs"), " / {:g}")
+
+
 def duration(seconds: float | None) -> str:
     """A length of time as people say it: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min, 4 d 3 h."""
     if seconds is None:
@@ -176,11 +184,10 @@ def _progress(status: RunStatus) -> list[str]:
     step, steps = progress["step"], progress.get("steps")
     share = f" ({100 * step / steps:.1f} %)" if steps else ""
     parts = [f"step {_of(step, steps)}{share}"]
-    if progress.get("epoch") is not None:
-        parts.append(f"epoch {number(progress['epoch'], '{:.4g}')}" + number(progress.get("epochs"), " / {:g}"))
+    parts.append(epoch(progress))
     if status.eta_s is not None:
         parts.append(f"{duration(status.eta_s)} to go")
-    lines = ["  " + "   ".join(parts)]
+    lines = ["  " + "   ".join(part for part in parts if part)]
     lines.append("  " + "   ".join(figures(progress)))
     return [line for line in lines if line.strip()]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from draftmill.monitor.charts import bar, line_chart
 from draftmill.monitor.metrics import Metrics
 from draftmill.monitor.phases import Phase
-from draftmill.monitor.show import duration, figures, number, phase_style, size, worker_state
+from draftmill.monitor.show import duration, epoch, figures, number, phase_style, size, worker_state
 from draftmill.monitor.status import RunStatus
 
 Lanes = dict[str, deque[str]]
@@ -78,7 +78,8 @@ def _head(status: RunStatus, width: int, ascii_only: bool) -> RenderableType:
             line.append(bar(step / steps, max(8, min(40, width - 68)), ascii_only=ascii_only), f"{style} on grey23")
             line.append(f"  {100 * step / steps:.1f} %  ", "bold")
         line.append(f"step {number(step, '{:,}')}" + number(steps, " / {:,}"))
-        line.append(number(progress.get("epoch"), "   epoch {:.3g}") + number(progress.get("epochs"), " / {:g}"))
+        if said := epoch(progress):
+            line.append(f"   {said}")
         if status.eta_s is not None:
             line.append(f"   {duration(status.eta_s)} to go")
         lines += [line, Text("   ".join(figures(progress)))]

@@ -71,6 +71,13 @@ class Stream:
         """The epoch that step `step` reads."""
         return self.locate(min(step // self.draws * self.group, self.num_batches - 1))[0]
 
+    def ends_epoch(self, step: int) -> bool:
+        """Whether step `step` is the last that reads its epoch; not so where max_steps ends the run before that."""
+        following = (step // self.draws + 1) * self.group
+        if (step + 1) % self.draws:
+            return False
+        return following >= self.num_batches or self.locate(following)[0] != self.epoch_of(step)
+
     def items(self, first_step: int = 0) -> Iterator[WorkItem]:
         """All batches from the start of a step on, in order. Numbers are the same wherever the run starts.
 

@@ -32,6 +32,14 @@ from draftmill.pipeline.supervision import Supervisor, Worker, WorkerFailed
 from draftmill.records import BatchKind, HostBatch
 
 
+def named(batch: HostBatch) -> str:
+    """A batch as an error names it: its number, and which one it is in its epoch, or of the held-out samples."""
+    if batch.kind is BatchKind.EMPTY:
+        return f"batch {batch.sequence} (an empty one)"
+    where = "held out" if batch.kind is BatchKind.HELDOUT else f"epoch {batch.epoch + 1}"
+    return f"batch {batch.sequence} ({where}, index {batch.index})"
+
+
 class Beats(Protocol):
     """A worker's sign of life, as the monitor gives it."""
 
@@ -236,7 +244,7 @@ class TargetWorker(Worker):
                 clock.cut(WAITING_DATA)
                 if batch is None:
                     break
-                self.doing = f"on batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
+                self.doing = f"on {named(batch)}"
                 channel, number = self.route.of(batch.sequence)
                 self._tell(clock, "waiting for drafter", batch.sequence)
                 slot = channel.reserve(number)
@@ -412,9 +420,7 @@ class DrafterWorker(Worker):
         self._cut(WAITING_FEATURES)
         batch = slot.batch
         assert batch is not None
-        self.doing = (
-            f"{self.doing.partition(',')[0]}, batch {batch.sequence} (epoch {batch.epoch}, index {batch.index})"
-        )
+        self.doing = f"{self.doing.partition(',')[0]}, {named(batch)}"
         if batch.kind is BatchKind.TRAIN:
             self.num_tokens += batch.num_tokens
             self.num_padded += batch.tokens_BS.numel()

@@ -96,8 +96,10 @@ class Reporter:
             loss=record["loss"],
             context_tokens_per_s=record["context_tokens_per_s"],
         )
-        if step + 1 == stream.total_steps or stream.epoch_of(step + 1) != record["epoch"]:
-            self._coverage(record["epoch"])
+        if stream.ends_epoch(step):
+            self._coverage(f"end of epoch {record['epoch'] + 1}")
+        elif step + 1 == stream.total_steps:
+            self._coverage(f"end by train.max_steps {stream.max_steps}, in epoch {record['epoch'] + 1}")
 
     def _write(self, record: dict[str, Any]) -> None:
         self.run.metrics(record)
@@ -119,12 +121,12 @@ class Reporter:
         )
         self.run.log.info(f"held-out acceptance length {self.accept_length:.3f} after step {step + 1}")
 
-    def _coverage(self, epoch: int) -> None:
-        """Log how much of what could have been anchored was, from the start of this process on."""
+    def _coverage(self, ended: str) -> None:
+        """Log what ended, and how much of what could have been anchored was, from the start of this process on."""
         coverage: Coverage = self.running.loader.coverage()
         starved = f"; {coverage.num_starved:,} documents got no anchor" if coverage.num_starved else ""
         self.run.log.info(
-            f"end of epoch {epoch}: {coverage.num_anchors:,} anchors so far, {100 * coverage.share:.1f}% of the "
+            f"{ended}: {coverage.num_anchors:,} anchors so far, {100 * coverage.share:.1f}% of the "
             f"positions that {coverage.num_documents:,} documents offered{starved}"
         )
 
