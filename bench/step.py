@@ -22,18 +22,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 
+import table
 from draftmill.drafter.shape import DrafterShape
 from draftmill.step.bench import matmul_tflops, on_own_stream, pick_device
 from draftmill.step.workload import Workload
-from provenance import commit, version
 from step_race import FLOAT8, OURS, PEERS, STARTED, Race, Size, say
 
 QWEN3_8B = DrafterShape(
@@ -80,9 +79,16 @@ TINY_SIZES = {
 }
 
 
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return found | {package: version(package) for package in (*PEERS, "triton")}
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "median ms": lambda row: f"{row['median_ms']:.1f}",
+    "min ms": lambda row: f"{row['min_ms']:.1f}",
+    "TFLOP/s": lambda row: f"{row['useful_tflops']:.4g}",
+    "ceiling": lambda row: f"{100 * row['ceiling_share']:.1f}%",
+    "GiB": lambda row: f"{row['peak_gib']:.1f}",
+    "loss diff": lambda row: f"{row['loss_difference']:.1e}",
+    "norm diff": lambda row: f"{row['grad_norm_difference']:.1e}",
+    "alone": lambda row: "alone" if row["alone"] else "",
+}
 
 
 def show(size: str, result: dict[str, Any], ceiling: float) -> None:
@@ -91,27 +97,9 @@ def show(size: str, result: dict[str, Any], ceiling: float) -> None:
         f"\n{size}: {result['documents']} documents, {result['context_tokens']} context tokens, {result['anchors']} "
         f"anchors; {result['useful_tflop']:.4g} useful TFLOP a step"
     )
-    titles = ("median ms", "min ms", "TFLOP/s", "ceiling", "GiB", "loss diff", "norm diff")
-    print(f"{'':20}" + "".join(f"{title:>11}" for title in titles))
-    for name, row in result["contenders"].items():
-        if "median_ms" not in row:
-            print(f"{name:20}{row['error']}")
-            continue
-        row["ceiling_share"] = row["useful_tflops"] / ceiling
-        print(
-            f"{name:20}{row['median_ms']:11.1f}{row['min_ms']:11.1f}{row['useful_tflops']:11.4g}"
-            f"{100 * row['ceiling_share']:10.1f}%{row['peak_gib']:11.1f}{row['loss_difference']:11.1e}"
-            f"{row['grad_norm_difference']:11.1e}" + (" (alone)" if row["alone"] else "")
-        )
+    table.show(result["contenders"], ceiling, COLUMNS)
     if result["best_of_ours"]:
         print(f"time of the others over {result['best_of_ours']}'s: {result['speed_up']}", flush=True)
-
-
-def write(results: dict[str, Any], path: str | None) -> None:
-    """The results so far, where a file is asked for."""
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(results) + "\n")
 
 
 def parsed() -> argparse.Namespace:
@@ -139,15 +127,7 @@ def main() -> None:
     options = parsed()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     shape, sizes = (TINY, TINY_SIZES) if options.tiny else (QWEN3_8B, SIZES)
-    cuda = options.device.type == "cuda"
-    results: dict[str, Any] = {
-        "bench": "step",
-        "device": torch.cuda.get_device_name(options.device) if cuda else platform.machine(),
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "tiny": options.tiny,
-        "commit": commit(),
-        "versions": versions(),
-    }
+    results = table.head("step", options, (*PEERS, "triton"))
     with on_own_stream(options.device):
         before = matmul_tflops(options.device, options.dtype)
         say(f"matmul ceiling {before:.4g} TFLOP/s on {results['device']}; {results['versions']}")
@@ -158,12 +138,12 @@ def main() -> None:
             results["sizes"][name] = race.run(options.repeats, options.profile)
             del race
             show(name, results["sizes"][name], before)
-            write(results, options.out)  # a later size that is cut short takes nothing with it
+            table.write(results, options.out)  # a later size that is cut short takes nothing with it
         after = matmul_tflops(options.device, options.dtype)
         say(f"matmul ceiling {after:.4g} TFLOP/s at the end")
     results["ceiling_tflops"] = {"before": round(before, 4), "after": round(after, 4)}
     results["total_s"] = round(time.perf_counter() - STARTED, 1)
-    write(results, options.out)
+    table.write(results, options.out)
     print(json.dumps(results), flush=True)
 
 

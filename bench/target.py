@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import table
 from draftmill.drafter.shape import default_layer_ids
 from draftmill.step.bench import matmul_tflops, on_own_stream, pick_device, wait_for
 from draftmill.target.attention import Packing, packing_of
@@ -42,7 +41,6 @@ from draftmill.target.step_compiled import CompiledForward
 from draftmill.target.step_fused import FusedForward
 from draftmill.target.step_graphed import GraphedForward
 from pipeline_world import QWEN3_8B, TINY
-from provenance import commit, version
 
 GIB = 2**30
 SIZES = {"32x512": (32, 512), "8x2048": (8, 2048), "4x8192": (4, 8192)}
@@ -223,7 +221,8 @@ def race(options: argparse.Namespace, ceiling: float) -> dict[str, Any]:
             "useful_tflop": float(f"{flops / 1e12:.5g}"),
             "contenders": rows,
         }
-        show(name, results["sizes"][name], ceiling)
+        say(f"\n{name}: {results['sizes'][name]['useful_tflop']:.4g} useful TFLOP a forward")
+        table.show(rows, ceiling, COLUMNS)
         del everybody, reference
         gc.collect()
         if options.device.type == "cuda":
@@ -231,32 +230,20 @@ def race(options: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     return results
 
 
-def show(size: str, result: dict[str, Any], ceiling: float) -> None:
-    """The size's table."""
-    print(f"\n{size}: {result['useful_tflop']:.4g} useful TFLOP a forward")
-    titles = ("median ms", "min ms", "launch ms", "TFLOP/s", "ceiling", "GiB", "differs", "build s")
-    print(f"{'':16}" + "".join(f"{title:>11}" for title in titles))
-    for name, row in result["contenders"].items():
-        if "error" in row:
-            print(f"{name:16}{row['error']}")
-            continue
-        row["ceiling_share"] = round(row["useful_tflops"] / ceiling, 4)
-        differs = "" if row["difference"] is None else f"{row['difference']:.1e}"
-        print(
-            f"{name:16}{row['median_ms']:11.2f}{row['min_ms']:11.2f}{row['launch_ms']:11.2f}"
-            f"{row['useful_tflops']:11.4g}{100 * row['ceiling_share']:10.1f}%{row['peak_gib'] or 0.0:11.1f}"
-            f"{differs:>11}{row['build_s']:11.1f}",
-            flush=True,
-        )
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "median ms": lambda row: f"{row['median_ms']:.2f}",
+    "min ms": lambda row: f"{row['min_ms']:.2f}",
+    "launch ms": lambda row: f"{row['launch_ms']:.2f}",
+    "TFLOP/s": lambda row: f"{row['useful_tflops']:.4g}",
+    "ceiling": lambda row: f"{100 * row['ceiling_share']:.1f}%",
+    "GiB": lambda row: f"{row['peak_gib'] or 0.0:.1f}",
+    "differs": lambda row: "" if row["difference"] is None else f"{row['difference']:.1e}",
+    "build s": lambda row: f"{row['build_s']:.1f}",
+}
 
 
 def say(text: str) -> None:
     print(text, flush=True)
-
-
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return found | {package: version(package) for package in ("liger-kernel", "triton")}
 
 
 def parsed() -> argparse.Namespace:
@@ -291,17 +278,9 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     options = parsed()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    cuda = options.device.type == "cuda"
     started = time.perf_counter()
-    results: dict[str, Any] = {
-        "bench": "target",
-        "device": torch.cuda.get_device_name(options.device) if cuda else platform.machine(),
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "tiny": options.tiny,
-        "model_type": options.config.model_type,
-        "commit": commit(),
-        "versions": versions(),
-    }
+    results = table.head("target", options, ("liger-kernel", "triton"))
+    results["model_type"] = options.config.model_type
     with on_own_stream(options.device), torch.no_grad():
         before = matmul_tflops(options.device, options.dtype)
         say(f"matmul ceiling {before:.4g} TFLOP/s on {results['device']}; {results['versions']}")
@@ -310,11 +289,8 @@ def main() -> None:
         say(f"matmul ceiling {after:.4g} TFLOP/s at the end")
     results["ceiling_tflops"] = {"before": round(before, 4), "after": round(after, 4)}
     results["total_s"] = round(time.perf_counter() - started, 1)
-    line = json.dumps(results)
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-    print(line, flush=True)
+    table.write(results, options.out)
+    print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
