@@ -9,10 +9,19 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from draftmill.errors import InputError
 
@@ -35,8 +44,32 @@ def _checked_devices(value: Devices) -> Devices:
     return value
 
 
+def _listed_devices(value: Any) -> Any:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f"must be auto or a list, as in [cpu] or [cuda:0, cuda:1], got {value!r}")
+    return value
+
+
+def _takes_numbers(annotation: Any) -> bool:
+    """Whether a field of this type holds numbers: alone, in a list or a tuple, or as one of several kinds."""
+    if get_origin(annotation) is dict:
+        return False
+    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, field: ValidationInfo) -> Any:
+        """Python, and so pydantic, takes true for 1."""
+        inside = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, bool) for each in inside):
+            annotation = cls.model_fields[str(field.field_name)].annotation
+            if _takes_numbers(annotation):
+                raise ValueError(f"must be a number, got {str(value).lower()}")
+        return value
 
 
 class RunConfig(_Section):
@@ -61,9 +94,14 @@ class TargetConfig(_Section):
     """How the target's forward runs."""
     trust_remote_code: bool = False
     """Whether code shipped inside the target's repository may run."""
-    cache_gib: float = Field(0.0, ge=0.0)
+    cache_gib: FiniteFloat = Field(0.0, ge=0.0)
     """Host memory, in GiB, for keeping features, so that later epochs need not run the target on them again.
     For small data on small machines; 0 keeps none."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return _listed_devices(value)
 
     @field_validator("devices")
     @classmethod
@@ -139,6 +177,11 @@ class DrafterConfig(_Section):
     checkpoint_activations: bool = False
     """Recompute each layer in the backward pass, for memory."""
 
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return _listed_devices(value)
+
     @field_validator("devices")
     @classmethod
     def _devices(cls, value: Devices) -> Devices:
@@ -191,9 +234,9 @@ class TrainConfig(_Section):
     """How the rate depends on a matrix's shape; with match_rms_adamw AdamW's rates serve."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
-    eps: float = Field(1e-8, gt=0.0)
+    eps: FiniteFloat = Field(1e-8, gt=0.0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: FiniteFloat = Field(0.0, ge=0.0)
     """Decoupled weight decay, on matrices only."""
     clip: float = Field(1.0, gt=0.0)
     """Largest norm of the gradient."""
@@ -326,6 +369,19 @@ def gamma_for(block_size: int) -> float:
     return {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, max(1.0, 7.0 * block_size / 16.0))
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML as the standard has it: a key stands once in a mapping. PyYAML lets the last one win in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
     """Read a YAML file and dotted overrides (`train.lr=3e-4`) into a checked configuration.
 
@@ -340,7 +396,7 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} can't be read: {error}; give the path of a YAML file") from None
     try:
-        raw = yaml.safe_load(text)
+        raw = yaml.load(text, Loader=_Loader)  # a safe one
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
@@ -351,8 +407,11 @@ def load_config(path: str | os.PathLike[str], overrides: list[str] | None = None
 
 
 def build_config(raw: dict[str, Any], overrides: list[str] | None = None, source: str = "the configuration") -> Config:
-    """Check a mapping of sections, with dotted overrides applied on a copy of it. Raises InputError."""
-    merged = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
+    """Check a mapping of sections, with dotted overrides applied on a copy of it. Raises InputError.
+
+    A section with nothing in it, which YAML gives as null, is as good as one left out.
+    """
+    merged = {key: dict(value or {}) if isinstance(value, dict | None) else value for key, value in raw.items()}
     for override in overrides or []:
         key, sign, text = override.partition("=")
         parts = key.strip().split(".")
@@ -391,6 +450,10 @@ def _explain(error: ValidationError) -> str:
             parts.append(f"unknown key {place}{_suggest(item['loc'])}")
         elif item["type"] == "missing":
             parts.append(f"{place} is missing")
+        elif item["type"] == "model_type":
+            parts.append(
+                f"{place} must be a section of settings, as in {place}: {{name: value}}, got {item['input']!r}"
+            )
         else:
             got = item.get("input")
             shown = "" if isinstance(got, dict) else f", got {got!r}"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from draftmill.cli import main
+from draftmill.config import TrainConfig, load_config
 from draftmill.data.prepare import prepare
 from draftmill.monitor.lock import Lock
 from draftmill.monitor.phases import Phase
@@ -70,6 +71,12 @@ def test_no_configuration_or_none_that_can_be_read(tmp_path: Path, capsys: pytes
         ("run: [", "bad.yaml, line 1 is not YAML"),
         ("- target", "must hold a mapping of sections (run, target, data, ...), got list"),
         ("data: {path: x}", "target is missing"),
+        ("train: {lr: 1.0e-3}\ndata: {path: x}\ntrain: {epochs: 2}\n", "line 3 is not YAML: train stands there twice"),
+        ("train:\n  lr: 1.0e-3\n  lr: 2.0e-3\n", "line 3 is not YAML: lr stands there twice"),
+        (
+            "target: [cpu]\ndata: 3\n",
+            "target must be a section of settings, as in target: {name: value}, got ['cpu']; ",
+        ),
     ):
         bad.write_text(text)
         assert said in refused(capsys, bad)
@@ -88,6 +95,11 @@ def test_no_configuration_or_none_that_can_be_read(tmp_path: Path, capsys: pytes
         ("train.anchor_draws=0", "train.anchor_draws: Input should be greater than or equal to 1, got 0"),
         ("train.anchor_draws=65", "train.anchor_draws: Input should be less than or equal to 64, got 65"),
         ("train.loss=mse", "train.loss: must be cross_entropy, kl, total_variation, d_pace, or a mapping of"),
+        ("train.num_anchors=true", "train.num_anchors: must be a number, got true"),
+        ("drafter.sliding_layers=[true]", "drafter.sliding_layers: must be a number, got [true]"),
+        ("train.weight_decay=.inf", "train.weight_decay: Input should be a finite number, got inf"),
+        ("target.devices=cpu", "target.devices: must be auto or a list, as in [cpu] or [cuda:0, cuda:1], got 'cpu'"),
+        ("drafter.devices=cuda:1", "drafter.devices: must be auto or a list, as in [cpu] or [cuda:0, cuda:1], got 'cu"),
         ("pipeline.stall_s=0", "pipeline.stall_s: Input should be greater than 0"),
         ("train.lr", "override 'train.lr' is not of the form section.name=value"),
         ("lr=1e-3", "override 'lr=1e-3' is not of the form section.name=value"),
@@ -125,6 +137,15 @@ def test_a_wrong_setting_is_one_line_and_nothing_is_written(
     before = contents(folder)
     assert said in refused(capsys, folder / "run.yaml", override)
     assert contents(folder) == before
+
+
+def test_a_section_with_nothing_in_it_is_as_one_left_out(folder: Path, tmp_path: Path) -> None:
+    """YAML reads `train:` with every line below commented out as null."""
+    sections = yaml.safe_load((folder / "run.yaml").read_text())
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**sections, "train": None, "run": None}))
+    config = load_config(tmp_path / "run.yaml", ["run.dir=here"])
+    assert config.train == TrainConfig()
+    assert config.run.dir == "here"
 
 
 def test_a_file_of_costs_that_is_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
