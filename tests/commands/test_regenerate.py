@@ -139,7 +139,7 @@ def test_bad_input_is_one_line(target: Path, prompts: Path, tmp_path: Path, caps
         assert error.startswith("draftmill: error: ")
         assert text in error
     assert notes.read_text() == '{"my": "notes"}\n'
-    assert not output.exists() or output.read_text() == ""
+    assert not list(tmp_path.glob("out.jsonl*"))
 
 
 def _served(prompts: Path, output: Path, *urls: str, model: str = "tiny") -> list[Any]:
@@ -206,6 +206,7 @@ def test_servers_that_refuse_everybody_end_the_run(
     assert "answered 404: no model tiny; check the base URL" in capsys.readouterr().err
     assert _run(*_served(prompts, output, server.url)) == 2  # it is gone by now
     assert f"no server answers at {server.url}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out.jsonl*"))
 
 
 @contextmanager

@@ -106,7 +106,8 @@ def test_a_target_that_repeats_itself_is_reported(
     assert _run(target, tmp_path / "out.jsonl", 50, "--top-k", 1) == 2
     error = capsys.readouterr().err
     assert "sampled prompts were new and usable; raise --temperature or lower --num" in error
-    assert len(_rows(tmp_path / "out.jsonl")) <= 1
+    output = tmp_path / "out.jsonl"
+    assert not output.exists() or len(_rows(output)) == 1
 
 
 def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +116,11 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
     cases = [
         (0, [], "--num must be at least 1, got 0"),
         (3, ["--temperature", 0], "--temperature 0 would give one prompt over and over"),
-        (3, ["--exclude", tmp_path / "none.jsonl"], "no file at"),
+        (
+            3,
+            ["--exclude", tmp_path / "none.jsonl"],
+            "none.jsonl; give an existing file, a glob or a dataset id with --exclude",
+        ),
         (3, ["--exclude", tmp_path / "none.txt"], "none.txt can't be read"),
         (3, ["--exclude", strange], f"{strange}, line 1 holds no prompt"),
         (3, ["--device", "tpu"], "--device must be"),
@@ -123,4 +128,4 @@ def test_bad_input_is_one_line(target: Path, tmp_path: Path, capsys: pytest.Capt
     for num, more, text in cases:
         assert _run(target, output, num, *more) == 2, text
         assert text in capsys.readouterr().err
-    assert not output.exists() or output.read_text() == ""
+    assert not list(tmp_path.glob("out.jsonl*"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,17 @@ class TestAnswerFile:
             pass
         with self._open(path):
             first.path.exists()
+
+    def test_full_disk_before_the_first_row_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(Path, "replace", full)
+        with pytest.raises(InputError, match="can't be written: the disk is full"), self._open(tmp_path / "out.jsonl"):
+            pass
+        assert not list(tmp_path.iterdir())
 
     def test_full_disk_keeps_what_is_there(self) -> None:
         if not Path("/dev/full").exists():

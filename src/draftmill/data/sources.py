@@ -78,15 +78,17 @@ class Chunk:
     done_bytes: int = 0
 
 
-def find_sources(inputs: list[str]) -> list[Source]:
+def find_sources(inputs: list[str], option: str = "--input") -> list[Source]:
     """The sources that paths, globs and hub ids name, in the order given; a glob's sorted by name.
+
+    option: what gave them, for errors.
 
     Raises:
         InputError: nothing there, a folder, no permission, or no rows' bytes in any of them.
     """
     if not inputs:
-        raise InputError("no input; give files, globs or a dataset id with --input")
-    sources = [source for text in inputs for source in _find(text)]
+        raise InputError(f"no input; give files, globs or a dataset id with {option}")
+    sources = [source for text in inputs for source in _find(text, option)]
     if not any(source.size or source.path is None for source in sources):
         raise InputError(f"{', '.join(source.name for source in sources[:3])} is empty; give files with chats in them")
     return sources
@@ -165,19 +167,19 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _find(text: str) -> list[Source]:
+def _find(text: str, option: str) -> list[Source]:
     path = Path(text).expanduser()
     if path.is_file():
         return [_describe(path)]
     if path.is_dir():
-        raise InputError(f"{text} is a folder; give its files, as in --input '{path / '*.jsonl'}'")
+        raise InputError(f"{text} is a folder; give its files, as in {option} '{path / '*.jsonl'}'")
     if _GLOB_CHARACTERS & set(text):
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name))
         if not found:
-            raise InputError(f"no file matches {text}; give existing files with --input")
+            raise InputError(f"no file matches {text}; give existing files with {option}")
         return [_describe(each) for each in found]
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix in _SUFFIXES:
-        raise InputError(f"no file at {text}; give an existing file, a glob or a dataset id with --input")
+        raise InputError(f"no file at {text}; give an existing file, a glob or a dataset id with {option}")
     _load_hub_dataset(text)
     return [Source(text, None, 0)]
 

@@ -40,6 +40,7 @@ class AnswerFile:
         self._remember = remember
         self._settings_path = self.path.with_name(self.path.name + ".settings.json")
         self._settings = settings
+        self._new = False
         self._file: FileIO | None = None
 
     def __enter__(self) -> AnswerFile:
@@ -52,7 +53,7 @@ class AnswerFile:
             raise InputError(f"the output grows line by line, so it must be plain JSONL, got {self.path}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            existed = self.path.exists()
+            self._new = not self.path.exists()
             self._file = self.path.open("ab", buffering=0)  # what is written is in the file, or an error
         except OSError as error:
             raise InputError(f"{self.path} can't be written: {error.strerror}; give another --output") from None
@@ -66,16 +67,27 @@ class AnswerFile:
         except BlockingIOError:
             self._file.close()
             raise InputError(f"another process is writing {self.path}; wait for it, or give another --output") from None
+        except OSError as error:
+            self._leave_nothing()
+            raise self._unwritable(error) from None
         except BaseException:
-            self._file.close()
-            if not existed:
-                self.path.unlink(missing_ok=True)
+            self._leave_nothing()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self.num_added:
+            self._leave_nothing()
+        elif self._file is not None:
+            self._file.close()
+
+    def _leave_nothing(self) -> None:
+        """Close; where there was no file before, and no row has come, there is none after."""
+        if self._new:
+            self.path.unlink(missing_ok=True)
+            self._settings_path.unlink(missing_ok=True)
         if self._file is not None:
             self._file.close()
 
@@ -139,5 +151,9 @@ class AnswerFile:
 
     def _write_settings(self) -> None:
         whole = self._settings_path.with_name(self._settings_path.name + ".tmp")
-        whole.write_text(json.dumps(self._settings, indent=2) + "\n", encoding="utf-8")
-        whole.replace(self._settings_path)
+        try:
+            whole.write_text(json.dumps(self._settings, indent=2) + "\n", encoding="utf-8")
+            whole.replace(self._settings_path)
+        except BaseException:
+            whole.unlink(missing_ok=True)
+            raise

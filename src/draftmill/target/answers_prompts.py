@@ -110,9 +110,12 @@ def read_dialogues(inputs: Sequence[str | os.PathLike[str]], turns: Turns = "all
     return read
 
 
-def read_rows(inputs: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, Any]]:
-    """Each row with its place, as "FILE, line N"; BadSample in place of one that can't be parsed. Raises InputError."""
-    for chunk in read_chunks(find_sources([os.fspath(path) for path in inputs])):
+def read_rows(inputs: Sequence[str | os.PathLike[str]], option: str = "--input") -> Iterator[tuple[str, Any]]:
+    """Each row with its place, as "FILE, line N"; BadSample in place of one that can't be parsed. Raises InputError.
+
+    option: what gave the inputs, for errors.
+    """
+    for chunk in read_chunks(find_sources([os.fspath(path) for path in inputs], option)):
         for piece in chunk.pieces:
             for number, raw in rows_of(piece):
                 yield f"{piece.source}, {'line' if isinstance(piece, Lines) else 'row'} {number}", raw

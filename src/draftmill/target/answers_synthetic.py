@@ -216,7 +216,7 @@ def _prompts_of(path: Path) -> Iterator[str]:
             raise InputError(f"{path} can't be read: {error}; give prompts as JSONL or .txt") from None
         yield from (words_of(line) for line in lines if line.strip())
         return
-    for where, row in read_rows([path]):
+    for where, row in read_rows([path], "--exclude"):
         texts = list(_texts(row))
         if not texts:
             raise InputError(f"{where} holds no prompt: {str(row)[:80]}; wanted prompt, turns or messages")
