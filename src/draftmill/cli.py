@@ -15,7 +15,7 @@ from draftmill import __version__
 from draftmill.errors import InputError
 
 # typer carries its own click from 0.20 on; the class of all command-line errors is reached through its public heir.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="draftmill",
@@ -53,10 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help page
             sys.exit(0)
-        message = (
-            error.format_message() if isinstance(error, typer.BadParameter) else str(getattr(error, "message", error))
-        )
-        _fail(f"{message.rstrip('.')} (see draftmill --help)")
+        _fail(f"{error.format_message().rstrip('.')} (see draftmill --help)")
     except typer.Abort:
         sys.exit(130)
     except BrokenPipeError:

@@ -314,7 +314,9 @@ def test_wrong_options_and_paths(target: Path, tmp_path: Path, capsys: pytest.Ca
     cases = [
         (command(target, tmp_path / "no.jsonl", output), "no file at"),
         (command(tmp_path / "no" / "target", path, output), "no model folder at"),
-        (command(tmp_path / "other", path, output), "can't load the tokenizer of"),
+        (command(tmp_path / "other", path, output), "other holds no model (config.json, tokenizer.json, "),
+        (command(target, path, output, "--chat-template", "no.jinja"), "no.jinja can't be read: No such file or dir"),
+        (command(target, path, output, "--max-lenght", "8"), "No such option: --max-lenght (Possible options: --max-"),
         (command(target, path, tmp_path / "other"), "already holds something else (precious)"),
         (command(target, path, path), "is a file; give a folder as --output"),
         (command(target, path, output, "--max-length", "0"), "--max-length must be at least 8 tokens, got 0"),
@@ -322,7 +324,6 @@ def test_wrong_options_and_paths(target: Path, tmp_path: Path, capsys: pytest.Ca
         (command(target, path, output, "--max-bad-share", "2"), "--max-bad-share must lie in 0..1, got 2"),
         (command(target, path, output, "--processes", "0"), "--processes must lie in 1..512, got 0"),
         (command(target, path, output, "--template-arg", "x"), "--template-arg 'x' is not of the form NAME=VALUE"),
-        (command(target, path, output, "--chat-template", "no.jinja"), "the chat template no.jinja can't be read"),
         (command(target, path, output, "--max-length", "many"), "Invalid value for '--max-length'"),
     ]
     for arguments, message in cases:

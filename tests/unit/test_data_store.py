@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -225,6 +226,21 @@ def test_a_full_disk_leaves_what_was_written_before(tmp_path: Path, monkeypatch:
         write_shard(build.folder, 1, samples[10:], {}, VOCAB)
         build.finish(2, META, {}, VOCAB)
     assert_holds(Store.open(output), samples)
+
+
+def test_a_disk_that_fills_up_at_the_end_is_known_as_full(tmp_path: Path) -> None:
+    """NumPy, told to write into a file, says how much it could not write and nothing else."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with StoreBuild(tmp_path / "store", FINGERPRINT) as build:
+        build.start()
+        write_shard(build.folder, 0, draw_samples(10), {}, VOCAB)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as failure:
+                build.finish(1, META, {}, 2**18)  # counts of 2 MiB
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert build_module.is_disk_full(failure.value)
 
 
 def test_a_folder_with_something_else_is_refused_untouched(tmp_path: Path) -> None:

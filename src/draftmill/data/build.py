@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import re
@@ -202,8 +203,10 @@ class StoreBuild:
             "token_counts": counts,
         }
         for name, array in arrays.items():
+            whole = io.BytesIO()  # straight into a file NumPy writes past Python, and can't say that the disk is full
+            np.save(whole, array)
             with atomic_file(self.folder / f"{name}.npy") as file:
-                np.save(file, array)
+                file.write(whole.getbuffer())
         self._describe_for_datasets(num_shards)
         _write_json(self.folder / "report.json", report)
         sync_folder(self.folder)

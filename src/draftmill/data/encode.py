@@ -193,6 +193,9 @@ def _notes(chat: Chat, text: str) -> list[str]:
     return []
 
 
+_MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
 def _load_tokenizer(settings: EncodeSettings) -> Any:
     from transformers import AutoTokenizer
 
@@ -200,6 +203,9 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
     looks_like_path = target.startswith((".", "/", "~")) or target.count("/") > 1
     if looks_like_path and not Path(target).expanduser().is_dir():
         raise InputError(f"no model folder at {target}; give a folder or a hub id as --target")
+    folder = Path(target).expanduser()
+    if folder.is_dir() and not any((folder / name).exists() for name in _MODEL_FILES):
+        raise InputError(f"the folder {target} holds no model ({', '.join(_MODEL_FILES)}); give another as --target")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(Path(target).expanduser()) if looks_like_path else target,

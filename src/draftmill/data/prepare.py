@@ -240,7 +240,8 @@ def _read_template(path: str | os.PathLike[str] | None) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the chat template {path} can't be read: {error}; give a Jinja file") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise InputError(f"the chat template {path} can't be read: {reason}; give a Jinja file") from None
 
 
 def _rules_hash() -> str:
