@@ -146,6 +146,8 @@ def test_wrong_configs(config: Path, text: str, said: str, capsys: pytest.Captur
 
 
 def test_a_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--model-config", "nothing.json", *OPTIONS)
+    assert "no file at nothing.json; give a Hugging Face config.json" in said
     assert "no folder at" in refused(capsys, "--model-config", str(tmp_path / "nothing"), *OPTIONS)
     assert refused(capsys, *OPTIONS).endswith("'--model-config' (see draftmill --help)\n")
 

@@ -218,6 +218,8 @@ def test_a_folder_that_holds_something_else_is_never_touched(run_dir, tmp_path, 
         (("--layout", "zlab", "--dtype", "int4"), "unknown dtype 'int4'; an export is in bfloat16 or float32"),
         ((), "Missing option '--layout'"),
         (("--layout", "zlab", "--shards", "3"), "No such option: --shards"),
+        (("--layout", "zlab", "--dtyp", "float32"), "No such option: --dtyp (Possible options: --dtype)"),
+        (("--layout", "zlab", "--target", "/no/such"), "no folder at /no/such; give the target's folder or hub id"),
     ],
 )
 def test_wrong_options_are_one_line(run_dir, tmp_path, capsys, options, said):

@@ -153,6 +153,9 @@ def test_output_that_cannot_be_written(two_runs: Path) -> None:
     done = draftmill("report", "one", "--output", "file/page.html", folder=two_runs)
     assert done.returncode == 2
     assert "can't be written" in done.stderr
+    (two_runs / "folder").mkdir()
+    assert draftmill("report", "one", "--output", "folder", folder=two_runs).returncode == 2
+    assert not list(two_runs.glob(".*"))
 
 
 def test_a_real_browser_draws_it(two_runs: Path, tmp_path: Path) -> None:

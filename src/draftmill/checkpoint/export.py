@@ -70,6 +70,7 @@ def export(
     _check_finite(source)
     facts = dict(source.facts)
     if target is not None:
+        _check_target(target)
         facts["target"] = {"model": target}
     config = _config(source, facts, layout, dtype)
     check_config(config, str(output / CONFIG_FILE))
@@ -89,6 +90,14 @@ def export(
         chosen.append(f"weights: {card.WEIGHTS[source.facts['weights']]}")
     num_parameters = sum(tensor.numel() for tensor in source.tensors.values())
     return Exported(output, files, num_parameters, chosen + lines + card.notes(source.shape, layout))
+
+
+def _check_target(target: str) -> None:
+    """Refuse a path where nothing is: engines would look there for the target that the export names."""
+    from draftmill.target.load import looks_local
+
+    if looks_local(target) and not Path(target).is_dir():
+        raise InputError(f"no folder at {target}; give the target's folder or hub id as --target")
 
 
 def _config(source: Source, facts: dict[str, Any], layout: str, dtype: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import html
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
@@ -96,12 +97,14 @@ def report_command(runs: list[str], output: str) -> int:
     """
     page = build_report([require_run(run) for run in runs])
     path = Path(output)
+    new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.new")
         new.write_text(page, encoding="utf-8")
         os.replace(new, path)
     except OSError as error:
+        with suppress(OSError):
+            new.unlink()
         raise InputError(f"{path} can't be written: {error.strerror}; choose another --output") from None
     print(f"{path}: {len(page.encode()) / 1e3:,.0f} kB, {len(runs)} run{'s' if len(runs) > 1 else ''}")
     return 0

@@ -297,6 +297,8 @@ def _model_config(name: str) -> Any:
     """The configuration in a JSON file, in a folder, or of a hub id."""
     path = Path(name)
     if not path.is_file():
+        if path.suffix == ".json":
+            raise InputError(f"no file at {path}; give a Hugging Face config.json, its folder or a hub id")
         return load_config(name)
     from transformers import AutoConfig
 
