@@ -205,7 +205,7 @@ class TrainConfig(_Section):
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps at most; null runs all epochs."""
     num_anchors: int = Field(2048, ge=1)
-    """Anchor slots (blocks) of one drafter batch."""
+    """Anchor slots (blocks) of one drafter batch; as many as its tokens at most."""
     anchor_draws: int = Field(1, ge=1, le=64)
     """Drafter batches made from one target forward, each with its own anchors."""
     lr: float = Field(6.0e-4, gt=0.0, lt=1.0)

@@ -104,6 +104,8 @@ def test_no_configuration_or_none_that_can_be_read(tmp_path: Path, capsys: pytes
         ("train.lr", "override 'train.lr' is not of the form section.name=value"),
         ("lr=1e-3", "override 'lr=1e-3' is not of the form section.name=value"),
         ("drafter.step=fast", "drafter.step: Input should be 'eager', 'compiled', 'graphed' or 'auto'"),
+        ("drafter.step=graphed", "drafter.step=graphed needs CUDA devices, got cpu; use eager, compiled or auto"),
+        ("target.revision=v2", "target.revision v2 is of the hub, and target.model "),
         ("drafter.devices=[gpu]", "a device is cpu or cuda:N, got 'gpu'"),
         ("drafter.devices=[[cpu, cpu]]", "a drafter lives on one device, got a group"),
         ("drafter.devices=[]", "name at least one device, or auto"),

@@ -68,3 +68,12 @@ def test_what_ended_is_told(world: dict[str, Any], tmp_path: Path, max_steps: in
         ["end of epoch 1", "end of epoch 2"] if max_steps is None else ["end by train.max_steps 2, in epoch 1"]
     )
     assert re.findall(r"  (epoch \d+ / \d+)  loss", log)[0] == "epoch 1 / 2"
+
+
+def test_there_are_no_more_slots_than_tokens(world: dict[str, Any], tmp_path: Path) -> None:
+    """However many anchors are asked for: it may stand for all that there are, and must not take all memory."""
+    config = config_of(world, f"run.dir={tmp_path}", "train.num_anchors=1000000000", "train.max_steps=2")
+    setup = set_up(config, Hosts())
+    assert setup.step_shape.anchor_slots == setup.step_shape.context_slots <= 64 * 8
+    train(config, console=False)
+    assert "100.0% of the positions" in (tmp_path / "run.log").read_text()

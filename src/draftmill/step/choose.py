@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,6 +18,7 @@ import torch
 
 from draftmill.compiling import BUILD_LOCK, record_graph
 from draftmill.config import StepChoice
+from draftmill.errors import InputError
 from draftmill.step.compiled import CompiledStep, compile_piece, wait
 from draftmill.step.eager import EagerStep
 from draftmill.step.graphed import GraphedStep
@@ -56,6 +57,13 @@ class Decision:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
+
+
+def check_step(choice: StepChoice, devices: Sequence[torch.device]) -> None:
+    """Raise InputError where a drafter's step can't run this way on one of these devices."""
+    others = [str(device) for device in devices if device.type != "cuda"]
+    if choice == "graphed" and others:
+        raise InputError(f"drafter.step=graphed needs CUDA devices, got {others[0]}; use eager, compiled or auto")
 
 
 def build_step(choice: StepChoice, state: StepState, optimizer: Optimizer, decision: Decision | None = None) -> Built:

@@ -6,6 +6,7 @@ Everything the user may have got wrong in the configuration, the data or the tar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from draftmill.errors import InputError
 from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.placement import Placement, has_bfloat16, place
 from draftmill.pipeline.stream import Stream
+from draftmill.step.choose import check_step
 from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape
 from draftmill.target.load import check_quantize, empty_target, is_quantized, load_config, load_tokenizer
 from draftmill.target.mask_token import resolve_mask_token
@@ -82,6 +84,12 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         )
     for group in placement.targets:
         check_choice(config.target.step, config.data.batching == "packed", group)
+    check_step(config.drafter.step, placement.drafters)
+    if config.target.revision is not None and Path(config.target.model).is_dir():
+        raise InputError(
+            f"target.revision {config.target.revision} is of the hub, and target.model {config.target.model} is a "
+            "folder; leave it out, or give the hub id"
+        )
     store = Store.open(config.data.path, max_length=config.data.max_length)
     target_config = load_config(
         config.target.model, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
@@ -203,7 +211,7 @@ def _step_shape(
     config: Config, shape: DrafterShape, plan: BatchPlan, heldout_plan: BatchPlan | None, placement: Placement
 ) -> StepShape:
     context = max(plan.context_slots, heldout_plan.context_slots if heldout_plan is not None else 0)
-    anchors = config.train.num_anchors
+    anchors = min(config.train.num_anchors, context)  # an anchor is a token: more slots would stay empty for ever
     if placement.drafters[0].type != "cuda":
         return StepShape(context, anchors, CHUNK_ROWS)
     # flex attention works in tiles: whole ones in context slots and in block tokens
