@@ -78,6 +78,10 @@ def test_measured_on_a_cpu_and_read_back(run_yaml: Path, tmp_path: Path, capsys:
     saved.write_text(json.dumps(got))
     again = planned(capsys, str(run_yaml), "--costs", str(saved))
     assert again["costs"] == costs
+    assert plan(str(run_yaml), "--costs", str(saved)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("data     ")
+    assert not [line for line in lines if line.startswith("memory")]  # a CPU's is the machine's
     assert costs["measured_for"]["target.model"] == "target"
     assert plan(str(run_yaml), "--costs", str(saved), "train.num_anchors=7") == 2
     said = capsys.readouterr().err

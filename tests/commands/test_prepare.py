@@ -314,6 +314,7 @@ def test_wrong_options_and_paths(target: Path, tmp_path: Path, capsys: pytest.Ca
     cases = [
         (command(target, tmp_path / "no.jsonl", output), "no file at"),
         (command(tmp_path / "no" / "target", path, output), "no model folder at"),
+        (command(target, path, output, "--revision", "v2"), "--revision v2 is of the hub, and "),
         (command(tmp_path / "other", path, output), "other holds no model (config.json, tokenizer.json, "),
         (command(target, path, output, "--chat-template", "no.jinja"), "no.jinja can't be read: No such file or dir"),
         (command(target, path, output, "--max-lenght", "8"), "No such option: --max-lenght (Possible options: --max-"),

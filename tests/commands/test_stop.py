@@ -182,5 +182,11 @@ def test_a_detached_run_that_does_not_begin_says_why(tmp_path: Path) -> None:
     says = "import sys; print('draftmill: error: no such file'); sys.exit(2)"
     with pytest.raises(InputError, match=r"^no such file$"):
         start_detached(["x"], tmp_path / "run", program=[sys.executable, "-c", says])
+    assert not (tmp_path / "run").exists()
     with pytest.raises(InputError, match="ended with code 3 before it began"):
         start_detached([], tmp_path / "other", program=[sys.executable, "-c", "import sys; sys.exit(3)"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    with pytest.raises(InputError, match=r"^no such file$"):
+        start_detached(["x"], tmp_path / "mine", program=[sys.executable, "-c", says])
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "precious"

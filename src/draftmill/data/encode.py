@@ -206,6 +206,8 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
     folder = Path(target).expanduser()
     if folder.is_dir() and not any((folder / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {target} holds no model ({', '.join(_MODEL_FILES)}); give another as --target")
+    if folder.is_dir() and settings.revision is not None:
+        raise InputError(f"--revision {settings.revision} is of the hub, and {target} is a folder; leave one out")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(Path(target).expanduser()) if looks_like_path else target,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,10 @@ def start_detached(
         program: what is started with them; by default this Python with the package
 
     Raises:
-        InputError: it ended before, with its own message; or it did not take the directory in time.
+        InputError: it ended before, with its own message; or it did not take the directory in time. Where it refused
+            its input there is no new directory either.
     """
+    new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         log = open(directory / LOG_FILE, "ab")  # noqa: SIM115 - closed below
@@ -68,7 +71,10 @@ def start_detached(
     end = time.monotonic() + timeout_s
     while not _has_begun(directory, child.pid):
         if child.poll() is not None:
-            raise InputError(_last_words(directory, begun_at, child.returncode))
+            words = _last_words(directory, begun_at, child.returncode)
+            if new and child.returncode == 2:  # one line, which is said here
+                _remove(directory)
+            raise InputError(words)
         if time.monotonic() > end:
             raise InputError(
                 f"process {child.pid} has not begun its run within {timeout_s:.0f} s; see {directory / LOG_FILE}"
@@ -81,6 +87,14 @@ def _has_begun(directory: Path, pid: int) -> bool:
     state = read_json(directory / STATE_FILE)
     process = ProcessIdentity.from_json(state.get("process")) if state is not None else None
     return process is not None and process.pid == pid
+
+
+def _remove(directory: Path) -> None:
+    """The directory that was made for the log alone; one that holds anything else stays."""
+    with suppress(OSError):
+        if [path.name for path in directory.iterdir()] == [LOG_FILE]:
+            (directory / LOG_FILE).unlink()
+            directory.rmdir()
 
 
 def _last_words(directory: Path, begun_at: int, code: int) -> str:

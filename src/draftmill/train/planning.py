@@ -86,9 +86,12 @@ def _facts(setup: Setup, costs: Costs, pace: Pace) -> list[str]:
         f"data     {pace.num_batches} batches an epoch of {pace.tokens:.0f} tokens on average",
         f"costs    {costs.device}; target / drafter by bucket {per_bucket}; update {_short(1e3 * costs.update_s)} ms",
         f"a batch  {_short(1e3 * pace.target_s, 4)} ms on a target, {_short(1e3 * pace.drafter_s, 4)} ms on a drafter",
-        f"memory   target {_gib(costs.target_bytes)}, drafter {_gib(costs.drafter_bytes)} at the largest batch, "
-        f"of {_gib(costs.device_bytes)} a device",
     ]
+    if costs.device_bytes is not None:
+        lines.append(
+            f"memory   target {_gib(costs.target_bytes)}, drafter {_gib(costs.drafter_bytes)} at the largest batch, "
+            f"of {_gib(costs.device_bytes)} a device"
+        )
     if costs.target_step:
         lines.append(f"target   {costs.target_step}")
     if costs.drafter_step:
