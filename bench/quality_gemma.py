@@ -119,8 +119,13 @@ def _joined(cache: Path, work: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
+
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        raise InputError(f"reading {_GGUF} needs transformers 5.24 or newer; pip install -U transformers") from None
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(

@@ -56,7 +56,7 @@ class Contender:
         self._build_target(rows)
         torch._dynamo.config.error_on_recompile = False  # its shapes vary; what we compiled before has forbidden it
         warm = _Training(self, seed, Clock(seconds))
-        for batch in self._batches(seed + 1000, rows, _WARM_UP_STEPS):
+        for batch in self._batches(seed + 1000, rows, _WARM_UP_STEPS if self.device.type == "cuda" else 1):
             warm.step(batch)
         training = _Training(self, seed, Clock(seconds))
         course, due, losses = Course(notes=[self.report]), moments(points), deque[torch.Tensor](maxlen=20)

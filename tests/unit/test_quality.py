@@ -8,18 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+from draftmill.data.chats import Chat
+from draftmill.data.render import ChatTemplate
 from draftmill.errors import InputError
 from draftmill.evaluate.acceptance import StepRecord
+from draftmill.target.answers_local import LocalTarget, user_turn_opening
 from quality_clock import Clock, Course, moments
 from quality_data import Item
 from quality_file import chosen_items
+from quality_gemma import END_OF_TURN, chat_template
 from quality_ours import Trainer
 from quality_prompts import SHARES, Exclusion
 from quality_recipes import BASE, RECIPES, chosen, config_for
 from quality_settings import TINY, Settings
+from quality_tiny import tiny_target
 from quality_train import Job, assigned
 from quality_walk import walked
 from tiny import config_of, small_world
@@ -171,3 +177,31 @@ def test_a_run_after_another_begins_afresh(tmp_path: Path, monkeypatch: pytest.M
     ends = first.kept[1].tensors
     assert any((ends[name] != first.kept[0].tensors[name]).any() for name in ends)
     assert any((ends[name] != other.kept[1].tensors[name]).any() for name in ends)
+
+
+def test_the_second_targets_template_shows_its_turns(tmp_path: Path) -> None:
+    """Its examples are nobody's turn; each answer is one, with its end; what a user writes ends at three newlines."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target(tmp_path))
+    tokenizer.add_special_tokens({"eos_token": END_OF_TURN})
+    tokenizer.chat_template = chat_template()
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "The answer is 7."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "Eight.\n\nOr so."},
+    ]
+    template = ChatTemplate(tokenizer, {}, [END_OF_TURN])
+    text = template.render(messages)
+    assert text.startswith("<|im_start|>Below are questions")
+    assert text.endswith(
+        "Answer:\nTom starts with 3 apples. He buys 4 more, so he has 3 + 4 = 7 apples. The answer is 7.\n\n\n"
+        "Question:\nBe short.\n\nHow many?\n\n\nAnswer:\nThe answer is 7.\n\n\n"
+        "Question:\nAnd then?\n\n\nAnswer:\nEight.\n\nOr so.\n\n\n"
+    )
+    spans = template.turns(Chat(messages), text)
+    assert [text[first:last] for first, last in spans] == ["The answer is 7.\n\n\n", "Eight.\n\nOr so.\n\n\n"]
+    assert template.render(messages[:2], prompt=True) == text[: spans[0][0]]
+    opening, closing = user_turn_opening(LocalTarget(None, tokenizer))
+    assert tokenizer.decode(opening).endswith("The answer is 7.\n\n\nQuestion:\n")
+    assert closing == {tokenizer.eos_token_id}
