@@ -41,6 +41,7 @@ def report(settings: Settings, paths: Paths, target: str, *, tiny: bool) -> dict
         "commits": sorted({str(run["commit"]) for run in runs}),
         "versions": runs[0]["versions"] if runs else {},
         "data": data,
+        "overrides": sorted({setting for run in runs for setting in run["overrides"]}),
         "recipes": recipes,
         "unavailable": {line["recipe"]: line["unavailable"] for line in lines if "unavailable" in line},
         "claims": _claims(recipes),
@@ -55,7 +56,8 @@ def report(settings: Settings, paths: Paths, target: str, *, tiny: bool) -> dict
 
 def _short(result: dict[str, Any]) -> dict[str, Any]:
     """The report without curves and seeds: what fits on a line."""
-    kept = ("bench", "tiny", "target", "seconds", "devices", "commits", "claims", "walk_against_decoding", "plot")
+    kept = ("bench", "tiny", "target", "seconds", "overrides", "devices", "commits", "claims", "walk_against_decoding",
+            "plot")  # fmt: skip
     recipes = {
         name: {
             "seeds": len(found["seeds"]),
@@ -182,6 +184,8 @@ def _markdown(result: dict[str, Any]) -> str:
         rows.append("| " + " | ".join(cells) + " |")
     facts = f"{', '.join(result['devices'])}; commit {', '.join(result['commits'])}; {result['versions']}"
     lines = [f"Target {result['target']}; {facts}", "", *rows, "", f"claims: {json.dumps(result['claims'])}"]
+    if result["overrides"]:
+        lines.append(f"set in our recipes besides: {', '.join(result['overrides'])}")
     lines += [f"unavailable: {name}: {why}" for name, why in result["unavailable"].items()]
     return "\n".join(lines) + "\n"
 
