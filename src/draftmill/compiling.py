@@ -1,7 +1,9 @@
 """What everything that compiles or captures in this process goes through: one lock, code objects of a worker's own.
 
-Dynamo is not thread-safe and a captured graph may not see another thread's set-up, so whoever compiles, warms up or
-captures holds the lock. Owns no model and no step.
+Dynamo is not thread-safe: it compiles one thing at a time, and while it traces, compiled code that another thread calls
+raises, for the mark of tracing is the process's. Nor may a captured graph see another thread's set-up. So whoever
+compiles, warms up or captures holds the lock, and whoever runs a model says so: the one waits for the other. Owns no
+model and no step.
 """
 
 from __future__ import annotations
@@ -9,12 +11,70 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-BUILD_LOCK = threading.RLock()
+
+class BuildLock:
+    """A lock for building, which a thread may take again, and which keeps the others' running models out meanwhile.
+
+    A thread may build inside what it runs, and run inside what it builds. Of several that want to build from inside
+    what they run each lets the others go first: where they wait they call nothing.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._builder: int | None = None
+        self._depth = 0
+        self._running: dict[int, int] = {}
+        self._waiting: set[int] = set()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            if self._builder != me:
+                self._waiting.add(me)
+                self._changed.notify_all()
+                try:
+                    self._changed.wait_for(lambda: self._builder is None and self._running.keys() <= self._waiting)
+                finally:
+                    self._waiting.discard(me)
+                self._builder = me
+            self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._changed:
+            self._depth -= 1
+            if self._depth == 0:
+                self._builder = None
+                self._changed.notify_all()
+
+    def taken(self) -> bool:
+        """Whether another thread builds."""
+        return self._builder not in (None, threading.get_ident())
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Held while a model runs: waits while another thread builds, or waits to."""
+        me = threading.get_ident()
+        with self._changed:
+            if me not in self._running:
+                self._changed.wait_for(lambda: self._builder == me or (self._builder is None and not self._waiting))
+            self._running[me] = self._running.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running[me] -= 1
+                if not self._running[me]:
+                    del self._running[me]
+                    self._changed.notify_all()
+
+
+BUILD_LOCK = BuildLock()
 """Held over every compilation, warm-up and capture in the process."""
 
 

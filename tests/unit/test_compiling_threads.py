@@ -60,13 +60,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 def is_free() -> bool:
     """Whether another thread could build something now."""
 
-    def look() -> bool:
-        taken = BUILD_LOCK.acquire(blocking=False)
-        if taken:
-            BUILD_LOCK.release()
-        return taken
-
-    return bool(in_thread(look))
+    return not in_thread(BUILD_LOCK.taken)
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,19 +18,10 @@ from draftmill.step.eager import _flex_alone
 CONTEXT, ANCHORS, SIZE = 256, 32, 8
 
 
-def is_free(lock: Any) -> bool:
-    """Whether another thread could take the lock now."""
-    found = []
-
-    def look() -> None:
-        if lock.acquire(blocking=False):
-            lock.release()
-            found.append(True)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return bool(found)
+def is_taken() -> bool:
+    """Whether another thread than this one would find the lock taken."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(BUILD_LOCK.taken).result()
 
 
 @pytest.fixture
@@ -46,7 +37,7 @@ def test_flex_attention_alone_compiles_under_the_lock_and_only_for_what_is_new(m
     locked: list[bool] = []
 
     def backend(module: Any, _inputs: Any) -> Any:
-        locked.append(not is_free(BUILD_LOCK))
+        locked.append(is_taken())
         return module.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))

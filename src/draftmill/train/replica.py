@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftmill.checkpoint.store import Checkpoint
+from draftmill.compiling import BUILD_LOCK
 from draftmill.evaluate.acceptance import acceptance_counts
 from draftmill.pipeline.channel import Slot
 from draftmill.records import BatchKind, HostBatch
@@ -141,7 +142,8 @@ class Replica:
         assert self.batch is not None
         if self.batch.kind is BatchKind.EMPTY:
             return
-        self.step.run(self.num_scored, self.num_blocks)
+        with BUILD_LOCK.running():
+            self.step.run(self.num_scored, self.num_blocks)
         self.state.flat.add_gradient()
         self.flops += self.batch_flops
         self.state.tokens[0] += self.batch.num_tokens
@@ -157,7 +159,8 @@ class Replica:
         self.optimizer.lr.fill_(self.lr)
         # A loss that is not finite voids the update, also where its gradient is finite: the denominator becomes NaN.
         self.state.totals[1] += self.state.totals[0] * 0.0
-        self.run_update()
+        with BUILD_LOCK.running():
+            self.run_update()
 
     def step_result(self) -> StepValues:
         """The step's sums and gradient norm, on their way to the host."""
@@ -175,7 +178,8 @@ class Replica:
         assert self.batch is not None
         if self.batch.kind is BatchKind.EMPTY:
             return
-        self.step.evaluate(self.num_scored, self.num_blocks)
+        with BUILD_LOCK.running():
+            self.step.evaluate(self.num_scored, self.num_blocks)
         counts = acceptance_counts(self.state.correct_AK, self.state.blocks.slots_A)
         self.heldout_counts[self.batch.bucket] += counts
 

@@ -1,0 +1,167 @@
+"""Who waits for whom where models run and are built in several threads (case B31)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from draftmill.compiling import BUILD_LOCK, BuildLock
+from draftmill.pipeline.workers import TargetReplica
+from draftmill.target.features import TapsReplica
+from draftmill.target.step_compiled import CompiledForward
+from packed_rows import bucketed_batch, documents_of
+from target_kinds import tiny_target
+
+AT_ONCE_S, NOT_YET_S = 20.0, 0.2
+"""How long anything may take that waits for nothing, and how long something that waits is watched."""
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+class Inside:
+    """Work that enters something, says so, and stays until it is let go."""
+
+    def __init__(self, pool: ThreadPoolExecutor, enter: Callable[[], Any]) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.future = pool.submit(self._stay, enter)
+
+    def _stay(self, enter: Callable[[], Any]) -> None:
+        with enter():
+            self.entered.set()
+            assert self.go.wait(AT_ONCE_S)
+
+    def is_in(self) -> bool:
+        return self.entered.wait(AT_ONCE_S)
+
+    def stays_out(self) -> bool:
+        return not self.entered.wait(NOT_YET_S)
+
+    def leave(self) -> None:
+        self.go.set()
+        self.future.result(AT_ONCE_S)
+
+
+def test_models_run_side_by_side_and_building_waits_for_all_of_them(pool: ThreadPoolExecutor) -> None:
+    lock = BuildLock()
+    first, second = Inside(pool, lock.running), Inside(pool, lock.running)
+    assert first.is_in()
+    assert second.is_in()
+    builder = Inside(pool, lambda: lock)
+    assert builder.stays_out()
+    first.leave()
+    assert builder.stays_out()
+    second.leave()
+    assert builder.is_in()
+    builder.leave()
+
+
+def test_what_would_run_waits_for_whoever_builds_or_waits_to(pool: ThreadPoolExecutor) -> None:
+    lock = BuildLock()
+    first = Inside(pool, lock.running)
+    assert first.is_in()
+    builder = Inside(pool, lambda: lock)
+    assert builder.stays_out()
+    second = Inside(pool, lock.running)
+    assert second.stays_out()
+    first.leave()
+    assert builder.is_in()
+    assert second.stays_out()
+    assert lock.taken()
+    builder.leave()
+    assert second.is_in()
+    second.leave()
+    assert not lock.taken()
+
+
+def test_a_thread_may_build_what_it_runs_and_run_what_it_builds() -> None:
+    lock = BuildLock()
+    with lock, lock.running(), lock, lock.running():
+        assert not lock.taken()
+    with lock.running(), lock, lock.running():
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        Inside(pool, lambda: lock).leave()
+
+
+def test_two_that_build_from_inside_what_they_run_both_get_their_turn(pool: ThreadPoolExecutor) -> None:
+    lock, both = BuildLock(), threading.Barrier(2, timeout=AT_ONCE_S)
+    held: list[int] = []
+
+    def work() -> None:
+        with lock.running():
+            both.wait()
+            with lock:
+                held.append(1)
+                assert len(held) == 1
+                held.pop()
+
+    for future in [pool.submit(work) for _ in range(2)]:
+        future.result(AT_ONCE_S)
+
+
+def test_who_fails_lets_go(pool: ThreadPoolExecutor) -> None:
+    lock = BuildLock()
+    for enter in (lambda: lock, lock.running):
+        with pytest.raises(ValueError, match="made up"), enter():
+            raise ValueError("made up")
+    builder = Inside(pool, lambda: lock)
+    assert builder.is_in()
+    builder.leave()
+
+
+@pytest.fixture
+def _front(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiler's front alone; and its settings as they were."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(CompiledForward, "__init__", functools.partialmethod(CompiledForward.__init__, backend="eager"))
+    yield
+    torch._dynamo.config.error_on_recompile = False
+    torch._dynamo.reset()
+
+
+class Traced(nn.Module):
+    """Whose tracing takes as long as is wanted."""
+
+    def __init__(self, begun: threading.Event, go: threading.Event) -> None:
+        super().__init__()
+        self.begun, self.go = begun, go
+
+    def forward(self, x: Any) -> Any:
+        self.begun.set()
+        self.go.wait(NOT_YET_S)
+        return x
+
+
+@pytest.mark.usefixtures("_front")
+def test_a_compiled_target_runs_on_while_a_drafter_is_traced(pool: ThreadPoolExecutor) -> None:
+    """Called while anybody traces, compiled code raises."""
+    replica: TargetReplica = TapsReplica(tiny_target("qwen3"), (1, 3), "compiled")
+    batch = bucketed_batch(documents_of([9, 7]), 9)
+    expected = [tap.clone() for tap in replica.forward(batch)]
+    begun, go = threading.Event(), threading.Event()
+
+    def trace() -> None:
+        with BUILD_LOCK:
+            torch.fx.symbolic_trace(Traced(begun, go))
+
+    tracing = pool.submit(trace)
+    assert begun.wait(AT_ONCE_S)
+    running = pool.submit(replica.forward, batch)
+    with pytest.raises(NotYet):
+        running.result(NOT_YET_S / 4)
+    go.set()
+    tracing.result(AT_ONCE_S)
+    for tap, was in zip(running.result(AT_ONCE_S), expected, strict=True):
+        assert torch.equal(tap, was)
