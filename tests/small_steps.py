@@ -30,7 +30,7 @@ SHAPE = DrafterShape(
 )
 
 
-def small_state(float8: Float8Choice | None = None) -> StepState:
+def small_state(float8: Float8Choice | None = None, overwrite: bool = False) -> StepState:
     """Float32 on the CPU, three chunks of rows, always with the same weights; its inputs are empty."""
     matrix = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=torch.Generator().manual_seed(0))
     return StepState(
@@ -41,4 +41,5 @@ def small_state(float8: Float8Choice | None = None) -> StepState:
         torch.device("cpu"),
         torch.float32,
         float8,
+        overwrite,
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftmill.config import Float8Choice
+from draftmill.drafter.gradient import take_product
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 from draftmill.float8 import check_devices
@@ -124,14 +125,17 @@ def rounded_once(x: torch.Tensor) -> Rounded:
     return Rounded(x, *round_float8(x.detach(), VALUES))
 
 
-def float8_linear(x: torch.Tensor | Rounded, weight: torch.Tensor) -> torch.Tensor:
+def float8_linear(
+    x: torch.Tensor | Rounded, weight: torch.Tensor, gradient_MK: torch.Tensor | None = None, adds: bool = False
+) -> torch.Tensor:
     """x [N, K] times weight [M, K] transposed, in float8, forward and backward: [N, M] in x's type.
 
+    gradient_MK: where the backward pass leaves the weight's gradient, or with `adds` adds it; None: autograd keeps it.
     The gradient to the weight adds up over the rows, and in float8 their number must be a multiple of 16; where it is
     none, that one product is in x's type.
     """
     product_of: Any = _Float8Linear.apply
-    result: torch.Tensor = product_of(*(x if isinstance(x, Rounded) else rounded_once(x)), weight)
+    result: torch.Tensor = product_of(*(x if isinstance(x, Rounded) else rounded_once(x)), weight, gradient_MK, adds)
     return result
 
 
@@ -140,14 +144,21 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, wide: torch.Tensor, rounded: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+        ctx: Any,
+        wide: torch.Tensor,
+        rounded: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        gradient_MK: torch.Tensor | None,
+        adds: bool,
     ) -> torch.Tensor:
         weight8, weight_scale = round_float8(weight, VALUES)
         ctx.save_for_backward(rounded if wide.shape[0] % MULTIPLE == 0 else wide, scale, weight8, weight_scale)
+        ctx.gradient_MK, ctx.adds = gradient_MK, adds
         return product(rounded, scale, weight8.t(), weight_scale, wide.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None]:
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, scale, weight8, weight_scale = ctx.saved_tensors
         slope8, slope_scale = round_float8(slope, GRADIENTS)
         to_x = to_weight = None
@@ -155,8 +166,46 @@ class _Float8Linear(torch.autograd.Function):
             to_x = product(slope8, slope_scale, column_major(weight8), weight_scale, slope.dtype, fast=FAST_GRADIENTS)
         if ctx.needs_input_grad[3]:
             if kept.dtype == VALUES:
-                across, kept = slope8.t().contiguous(), column_major(kept)
-                to_weight = product(across, slope_scale, kept, scale, slope.dtype, fast=FAST_GRADIENTS)
-            else:
+                factors = slope8.t().contiguous(), slope_scale, column_major(kept), scale
+                if ctx.gradient_MK is None:
+                    to_weight = product(*factors, slope.dtype, fast=FAST_GRADIENTS)
+                else:
+                    torch.ops.draftmill.take_scaled_product(ctx.gradient_MK, ctx.adds, *factors)
+            elif ctx.gradient_MK is None:
                 to_weight = slope.t() @ kept
-        return to_x, None, None, to_weight
+            else:
+                take_product(ctx.gradient_MK, ctx.adds, slope, kept)
+        return to_x, None, None, to_weight, None, None
+
+
+def _take_scaled_product(
+    into: torch.Tensor,
+    adds: bool,
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+) -> None:
+    """into becomes, or with `adds` grows by, the product."""
+    if adds or not left.is_cuda:
+        found = product(left, left_scale, right, right_scale, into.dtype, fast=FAST_GRADIENTS)
+        (into.add_ if adds else into.copy_)(found)
+        return
+    torch._scaled_mm(
+        left,
+        right,
+        scale_a=left_scale,
+        scale_b=right_scale,
+        out_dtype=into.dtype,
+        use_fast_accum=FAST_GRADIENTS,
+        out=into,
+    )
+
+
+_LIBRARY = torch.library.Library("draftmill", "FRAGMENT")
+_LIBRARY.define(
+    "take_scaled_product(Tensor(a!) into, bool adds, Tensor left, Tensor left_scale, Tensor right, Tensor right_scale)"
+    " -> ()"
+)
+_LIBRARY.impl("take_scaled_product", _take_scaled_product, "CompositeExplicitAutograd")
+torch.library.register_fake("draftmill::take_scaled_product", lambda *_: None, lib=_LIBRARY)

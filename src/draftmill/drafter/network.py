@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from draftmill.drafter.attention import Attention, masked_attention
 from draftmill.drafter.cache import DrafterCache
 from draftmill.drafter.float8 import Rounded, float8_linear, rounded_once
+from draftmill.drafter.gradient import linear_into
 from draftmill.drafter.rope import Rotary, rotate
 from draftmill.drafter.shape import DrafterShape
 
@@ -29,13 +30,17 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 class Linear(nn.Linear):
     """A matrix without bias whose values `Drafter` sets, once and from its own generator.
 
-    float8: whether its products are in float8, for training; then what several matrices take may be `rounded_once`.
+    used_twice: whether a pass of training uses it more than once, so that its gradient is a sum
+    float8      whether its products are in float8, for training; then what several matrices take may be `rounded_once`
+    gradient    where its gradient is to be written; None where autograd keeps it
     """
 
     float8 = False
+    gradient: torch.Tensor | None = None
 
-    def __init__(self, size_in: int, size_out: int) -> None:
+    def __init__(self, size_in: int, size_out: int, used_twice: bool = False) -> None:
         super().__init__(size_in, size_out, bias=False)
+        self.used_twice = used_twice
 
     def reset_parameters(self) -> None:
         """Leave the values unset."""
@@ -46,8 +51,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor | Rounded) -> torch.Tensor:
         if self.float8:
-            return float8_linear(x, self.weight)
+            return float8_linear(x, self.weight, self.gradient, self.used_twice)
         assert isinstance(x, torch.Tensor)
+        if self.gradient is not None:
+            return linear_into(x, self.weight, self.gradient, self.used_twice)
         return F.linear(x, self.weight)
 
 
@@ -73,8 +80,9 @@ class BlockAttention(nn.Module):
         self.head_dim = shape.head_dim
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = Linear(shape.hidden_size, queries)
-        self.k_proj = Linear(shape.hidden_size, keys)
-        self.v_proj = Linear(shape.hidden_size, keys)
+        # of the context and of the blocks
+        self.k_proj = Linear(shape.hidden_size, keys, used_twice=True)
+        self.v_proj = Linear(shape.hidden_size, keys, used_twice=True)
         self.o_proj = Linear(queries, shape.hidden_size)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
@@ -156,6 +164,16 @@ class Drafter(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.float8 = True
+
+    def write_gradients(self, place: Callable[[str], torch.Tensor]) -> list[str]:
+        """From now on leave each matrix's gradient at its place, by name; inputs must be of two dimensions.
+
+        Returns the names of those that are overwritten; to the others a backward pass adds.
+        """
+        matrices = {f"{name}.weight": module for name, module in self.named_modules() if isinstance(module, Linear)}
+        for name, module in matrices.items():
+            module.gradient = place(name)
+        return [name for name, module in matrices.items() if not module.used_twice]
 
     def context(self, features: torch.Tensor) -> torch.Tensor | Rounded:
         """Features [..., L*H] -> context [..., H], which enters every layer unchanged; in float8 rounded once."""

@@ -184,6 +184,7 @@ def _update_for(step: EagerStep, state: StepState, optimizer: Optimizer) -> Call
         return run
     # Kernels are compiled here, under the lock. Without gradient and moments an update changes nothing but the count.
     state.begin()
+    state.flat.drop_gradient()
     state.totals[1] = 1.0
     for _ in range(2):
         run()

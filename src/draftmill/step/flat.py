@@ -8,6 +8,7 @@ those of equal shape side by side, and vectors after them.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ class FlatParameters:
     master        float32 [W]; what the optimizer updates and checkpoints hold
     weights       [W], the compute type; the same tensor as `master` where that is float32
     gradient      [W], the compute type; the sum over the batch, not divided by the weights of the loss
+    overwritten   names of the tensors whose gradient a backward pass overwrites; to the others it adds
     gradient_sum  [W]; what is summed over drafters and updated from: `gradient` itself, or after `sum_in_float32` a
                   float32 buffer to which the batches of a step are added one by one
     """
@@ -58,6 +60,8 @@ class FlatParameters:
         self.weights = self.master if dtype == torch.float32 else self.master.to(dtype)
         self.gradient = torch.zeros_like(self.weights)
         self.gradient_sum = self.gradient
+        self.overwritten: frozenset[str] = frozenset()
+        self._added = [self.gradient]
         for name, parameter in named:
             parameter.data = self.view(self.weights, name)
             parameter.grad = self.view(self.gradient, name)
@@ -89,22 +93,40 @@ class FlatParameters:
             stacks.append(rows[:, : shape.numel()].unflatten(1, tuple(shape)))
         return stacks
 
+    def overwrite(self, names: Collection[str]) -> None:
+        """From now on a backward pass leaves these gradients whole, whatever was there before."""
+        self.overwritten = frozenset(names)
+        self._added = []
+        groups = itertools.groupby(self.places.items(), key=lambda item: item[0] in self.overwritten)
+        for is_overwritten, group in groups:
+            if not is_overwritten:
+                places = [place for _, place in group]
+                self._added.append(self.gradient[places[0].offset : places[-1].offset + places[-1].padded])
+
     def sum_in_float32(self) -> None:
         """From now on add the batches of a step in float32, whatever the compute type is; for steps of several."""
-        if self.gradient.dtype != torch.float32:
+        if self.gradient.dtype != torch.float32 or self.overwritten:
             self.gradient_sum = torch.zeros_like(self.master)
 
     def add_gradient(self) -> None:
-        """A batch's gradient is complete: where sums are kept apart, add it to them and clear it."""
+        """A batch's gradient is complete: where sums are kept apart, add it to them and make ready for the next."""
         if self.gradient_sum is not self.gradient:
             self.gradient_sum.add_(self.gradient)
-            self.gradient.zero_()
+            self._clear_added()
 
     def clear_gradient(self) -> None:
-        """No gradient, and no sum of them."""
-        self.gradient.zero_()
+        """Make ready for a step's first batch: no sum, and no gradient where a backward pass would add to it."""
+        self._clear_added()
         if self.gradient_sum is not self.gradient:
             self.gradient_sum.zero_()
+
+    def drop_gradient(self) -> None:
+        """No gradient of a batch anywhere: for a step whose batch has no backward pass."""
+        self.gradient.zero_()
+
+    def _clear_added(self) -> None:
+        for part in self._added:
+            part.zero_()
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrite masters and weights in place. Raises ValueError, naming it, for a missing or misshapen tensor."""

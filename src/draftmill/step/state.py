@@ -57,7 +57,9 @@ class StepState:
         device: torch.device,
         dtype: torch.dtype,
         float8: Float8Choice | None = None,
+        overwrite: bool | None = None,
     ) -> None:
+        """overwrite: whether products write the gradients of matrices in place of autograd; by default on CUDA."""
         self.drafter, self.rule, self.shape, self.device, self.dtype = drafter, rule, shape, device, dtype
         self.float8 = float8
         self.head = head.to(device, dtype)
@@ -66,6 +68,8 @@ class StepState:
         if float8 == "all":
             drafter.use_float8()
         self.flat = FlatParameters(drafter, device, dtype)
+        if device.type == "cuda" if overwrite is None else overwrite:
+            self.flat.overwrite(drafter.write_gradients(lambda name: self.flat.view(self.flat.gradient, name)))
         size, blocks = drafter.shape, drafter.shape.block_size
         drafted = shape.anchor_slots * (blocks - 1)
         self.features_TF = torch.zeros(shape.context_slots, size.feature_size, device=device, dtype=dtype)
@@ -105,6 +109,6 @@ class StepState:
         self.blocks.copy_(Blocks.empty(self.shape.context_slots, self.shape.anchor_slots))
 
     def begin(self) -> None:
-        """Start an optimizer step: no gradient, no totals."""
+        """Start an optimizer step: ready for a gradient, no totals."""
         self.flat.clear_gradient()
         self.sums.zero_()

@@ -141,6 +141,7 @@ class Replica:
         """Forward and backward of the loaded batch."""
         assert self.batch is not None
         if self.batch.kind is BatchKind.EMPTY:
+            self.state.flat.drop_gradient()
             return
         with BUILD_LOCK.running():
             self.step.run(self.num_scored, self.num_blocks)
