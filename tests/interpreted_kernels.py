@@ -87,6 +87,26 @@ def test_rows_of_the_loss_in_float8(rule: LossRule, size: int, sharp: bool, soft
     assert rounded.dtype == expected.slope_RV.dtype == (GRADIENTS if rule.needs_target else VALUES)
 
 
+@pytest.mark.parametrize("label_apart", [False, True])
+@pytest.mark.parametrize("size", [24, 5000])
+def test_rows_are_taken_and_slopes_placed(size: int, label_apart: bool) -> None:
+    """Also at a place of -1, which fillers have and which is the last row."""
+    generator = torch.Generator().manual_seed(size)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    hidden, places = normal(7, size), torch.tensor([3, 0, 5, -1])
+    assert torch.equal(loss_kernel.take_rows(hidden, places), loss.take_rows(hidden, places))
+    label_factors = normal(4) if label_apart else None
+    slopes = loss.RowSlopes(normal(4, size), normal(4), normal(9, size), torch.tensor([8, 0, 2, 2]), label_factors)
+    expected, got = torch.ones(7, size), torch.ones(7, size)
+    loss.place_rows(expected, places, slopes)
+    loss_kernel.place_rows(got, places, slopes)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    assert (got[1] == 1.0).all()
+
+
 def test_a_loss_that_wants_the_targets_logits_and_gets_none() -> None:
     with pytest.raises(RuntimeError, match="given none"):
         loss_kernel.score_rows(torch.zeros(2, 8), None, torch.zeros(2).long(), RULES["kl"], None, True)

@@ -12,7 +12,7 @@ from cuda_steps import ANCHORS, BLOCK, CONTEXT, on_own_stream
 from draftmill.config import Float8Choice, StepChoice, TrainConfig
 from draftmill.drafter import loss_float8
 from draftmill.drafter.float8 import GRADIENTS, VALUES, column_major, float8_linear, product, round_float8
-from draftmill.drafter.loss import LossRule, loss_chunk
+from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
 from draftmill.float8 import has_float8
 from draftmill.step.choose import TOLERANCE_FLOAT8, build_step, fill_randomly
@@ -20,6 +20,7 @@ from draftmill.step.eager import EagerStep
 from draftmill.step.state import StepShape, StepState
 from draftmill.target.head import TargetHead, shape_logits
 from draftmill.train.optimizer import FlatAdamW
+from loss_chunks import whole_chunk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,9 +147,9 @@ def test_a_chunk_of_the_loss_head(rule: LossRule) -> None:
     hidden, target = normal(480, 256, seed=1), normal(480, 256, seed=2)
     labels = torch.randint(1008, (480,), device=CUDA, generator=torch.Generator(CUDA).manual_seed(3))
     options = (labels, torch.ones(480, device=CUDA), rule, BLOCK - 1)
-    exact = loss_chunk(hidden, target, head, *options)
+    exact = whole_chunk(hidden, target, head, *options)
     rounded = loss_float8.Float8Head.of(head)
-    got = loss_chunk(hidden, target, rounded, *options, score=loss_kernel.score_rows_float8)
+    got = whole_chunk(hidden, target, rounded, *options, score=loss_kernel.score_rows_float8)
     assert abs(float(got[0].sum() / exact[0].sum()) - 1.0) < 0.02
     assert got[3].isfinite().all()
     assert apart(got[3], exact[3]) < 0.12

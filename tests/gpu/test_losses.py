@@ -129,7 +129,7 @@ def test_a_chunk_reads_nothing_back_to_the_host(name: str) -> None:
     def work() -> None:
         state = make_state(RULES[name], torch.bfloat16)
         steps = [EagerStep(state), EagerStep(state)]
-        steps[1].score_rows = loss_kernel.score_rows
+        steps[1].row_work = loss_kernel.ROW_WORK
         carried, blocks, scored = batch(1, ANCHORS)
         state.load(carried.cuda(), blocks)
         with torch.no_grad():

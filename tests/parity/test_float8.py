@@ -10,7 +10,7 @@ import torch
 
 from draftmill.config import Float8Choice, TrainConfig
 from draftmill.drafter.float8 import GRADIENTS, VALUES, float8_linear, product, round_float8, rounded_once
-from draftmill.drafter.loss import LossRule, loss_chunk, score_rows
+from draftmill.drafter.loss import LossRule, score_rows
 from draftmill.drafter.loss_float8 import Float8Head, score_rows_float8
 from draftmill.drafter.network import Linear
 from draftmill.step.choose import build_step, fill_randomly
@@ -18,6 +18,7 @@ from draftmill.step.compiled import CompiledStep
 from draftmill.step.eager import EagerStep
 from draftmill.target.head import TargetHead
 from draftmill.train.optimizer import FlatAdamW
+from loss_chunks import whole_chunk
 from small_steps import ANCHORS, BLOCK, small_state
 
 VALUE_ERROR, GRADIENT_ERROR = 0.027, 0.054
@@ -147,8 +148,8 @@ def test_a_chunk_of_the_loss_head(rule: LossRule, scale: float, softcap: float |
     labels[::3] = head.logits(hidden)[::3].argmax(dim=-1)
     weights = torch.ones(rows)
     given = (labels, weights, rule, slots)
-    exact = loss_chunk(hidden, target, head, *given)
-    got = loss_chunk(hidden, target, Float8Head.of(head), *given, score=score_rows_float8)
+    exact = whole_chunk(hidden, target, head, *given)
+    got = whole_chunk(hidden, target, Float8Head.of(head), *given, score=score_rows_float8)
     assert abs(float(got[0].sum() / exact[0].sum()) - 1.0) < 0.02
     assert apart(got[1], exact[1]) < 0.03
     assert (got[2] == exact[2]).float().mean() > 0.9
@@ -156,7 +157,7 @@ def test_a_chunk_of_the_loss_head(rule: LossRule, scale: float, softcap: float |
     bound, least = (0.25, 0.97) if rule.total_variation == 1.0 else (0.08, 0.995)
     assert apart(got[3], exact[3]) < bound
     assert float(torch.cosine_similarity(got[3].flatten(), exact[3].flatten(), dim=0)) > least
-    without = loss_chunk(hidden, target, Float8Head.of(head), *given, False, score_rows_float8)
+    without = whole_chunk(hidden, target, Float8Head.of(head), *given, False, score_rows_float8)
     for value, same in zip(without[:3], got[:3], strict=True):
         torch.testing.assert_close(value, same)
 
@@ -169,8 +170,8 @@ def test_the_slope_of_labels_that_are_nearly_certain(softcap: float | None) -> N
     labels = torch.arange(32)
     given = (matrix[labels], None)
     options = (labels, torch.ones(32), LossRule(7.0), 1)
-    exact = loss_chunk(*given, head, *options)
-    got = loss_chunk(*given, Float8Head.of(head), *options, score=score_rows_float8)
+    exact = whole_chunk(*given, head, *options)
+    got = whole_chunk(*given, Float8Head.of(head), *options, score=score_rows_float8)
     torch.testing.assert_close(got[0], exact[0], rtol=1e-4, atol=1e-6)
     assert apart(got[3], exact[3]) < 0.05
     assert float(exact[3].norm() / (0.015 * matrix[labels]).norm()) < 0.05

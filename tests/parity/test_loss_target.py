@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from draftmill.config import TrainConfig
-from draftmill.drafter.loss import LossRule, block_tokens, d_pace_weights, loss_chunk, score_rows, target_places
+from draftmill.drafter.loss import LossRule, block_tokens, d_pace_weights, score_rows, target_places
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
@@ -21,6 +21,7 @@ from draftmill.step.eager import EagerStep
 from draftmill.step.state import StepShape, StepState
 from draftmill.target.head import TargetHead
 from draftmill.train.optimizer import FlatAdamW
+from loss_chunks import whole_chunk
 
 VOCABULARY, HIDDEN, BLOCK, MASK = 48, 16, 5, 47
 SLOTS = BLOCK - 1
@@ -78,8 +79,8 @@ def test_a_chunk_against_autograd_on_full_logits(name: str, head_kind: str) -> N
     given = supervised.flatten().double() if rule.alpha is not None else weights
     detached = hidden.detach()
     with torch.no_grad():
-        costs, final, correct, got = loss_chunk(detached, target_hidden, head, labels, given, rule, SLOTS)
-        without = loss_chunk(detached, target_hidden, head, labels, given, rule, SLOTS, with_slope=False)
+        costs, final, correct, got = whole_chunk(detached, target_hidden, head, labels, given, rule, SLOTS)
+        without = whole_chunk(detached, target_hidden, head, labels, given, rule, SLOTS, with_slope=False)
     torch.testing.assert_close(costs, expected.detach().float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(final.double(), weights.double(), rtol=1e-5, atol=1e-6)
     # D-PACE's weights are float32
@@ -95,14 +96,16 @@ def test_kl_is_torchs_and_is_nothing_for_a_drafter_that_equals_its_target() -> N
     hidden, target_hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(2))
     labels, weights = torch.zeros(9, dtype=torch.int64), torch.ones(9)
     with torch.no_grad():
-        costs, *_ = loss_chunk(hidden, target_hidden, head, labels, weights, rule, SLOTS)
+        costs, *_ = whole_chunk(hidden, target_hidden, head, labels, weights, rule, SLOTS)
         log_q, log_p = (torch.log_softmax(head.logits(each), -1) for each in (hidden, target_hidden))
         expected = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
         torch.testing.assert_close(costs, expected, rtol=1e-5, atol=1e-5)
-        costs, _, _, slope = loss_chunk(target_hidden, target_hidden, head, labels, weights, rule, SLOTS)
+        costs, _, _, slope = whole_chunk(target_hidden, target_hidden, head, labels, weights, rule, SLOTS)
         assert costs.abs().max() < 1e-5
         assert slope.abs().max() < 1e-5
-        variation, *_ = loss_chunk(target_hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS)
+        variation, *_ = whole_chunk(
+            target_hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS
+        )
         assert variation.abs().max() < 1e-5
 
 
@@ -115,13 +118,13 @@ def test_far_logits_give_finite_costs_and_slopes() -> None:
     for rule in RULES.values():
         if rule.alpha is None:
             with torch.no_grad():
-                costs, _, _, slope = loss_chunk(hidden, target_hidden, head, labels, weights, rule, SLOTS)
+                costs, _, _, slope = whole_chunk(hidden, target_hidden, head, labels, weights, rule, SLOTS)
             assert torch.isfinite(costs).all()
             assert torch.isfinite(slope).all()
     with torch.no_grad():
-        costs, *_ = loss_chunk(hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS)
+        costs, *_ = whole_chunk(hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS)
         torch.testing.assert_close(costs, torch.ones(6), rtol=0.0, atol=1e-5)
-        costs, *_ = loss_chunk(hidden, target_hidden, head, labels, weights, RULES["kl"], SLOTS)
+        costs, *_ = whole_chunk(hidden, target_hidden, head, labels, weights, RULES["kl"], SLOTS)
     assert costs.min() > 50.0
 
 
@@ -134,8 +137,8 @@ def test_half_precision_stays_near_float32(name: str, allowed: float) -> None:
     hidden, target_hidden = torch.randn(2, 64, HIDDEN, generator=generator).bfloat16()
     labels, weights = torch.randint(VOCABULARY, (64,), generator=generator), torch.ones(64)
     with torch.no_grad():
-        costs, _, _, slope = loss_chunk(hidden, target_hidden, rounded, labels, weights, rule, SLOTS)
-        expected, _, _, expected_slope = loss_chunk(
+        costs, _, _, slope = whole_chunk(hidden, target_hidden, rounded, labels, weights, rule, SLOTS)
+        expected, _, _, expected_slope = whole_chunk(
             hidden.float(), target_hidden.float(), exact, labels, weights, rule, SLOTS
         )
     assert float(costs.mean()) == pytest.approx(float(expected.mean()), rel=1e-2)
@@ -360,7 +363,7 @@ def test_speculators_own_losses(name: str, theirs: str) -> None:
     expected.sum().backward()
     labels, weights = torch.zeros(12, dtype=torch.int64), torch.ones(12)
     with torch.no_grad():
-        costs, _, _, slope = loss_chunk(hidden, target_hidden, head, labels, weights, RULES[name], SLOTS)
+        costs, _, _, slope = whole_chunk(hidden, target_hidden, head, labels, weights, RULES[name], SLOTS)
     torch.testing.assert_close(costs, expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(slope, given.grad, rtol=1e-4, atol=1e-5)
 
@@ -374,7 +377,7 @@ def test_specforges_acceptance_rate_is_one_less_total_variation() -> None:
     )
     labels, weights = torch.zeros(12, dtype=torch.int64), torch.ones(12)
     with torch.no_grad():
-        costs, *_ = loss_chunk(hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS)
+        costs, *_ = whole_chunk(hidden, target_hidden, head, labels, weights, RULES["total variation"], SLOTS)
     assert 0.01 < float(rate) < 0.9
     assert float(1.0 - costs.mean()) == pytest.approx(float(rate), rel=1e-5)
 

@@ -40,7 +40,7 @@ def take_product(into_MK: torch.Tensor, adds: bool, left_NM: torch.Tensor, right
 
 
 def linear_into(x: torch.Tensor, weight: torch.Tensor, gradient_MK: torch.Tensor, adds: bool) -> torch.Tensor:
-    """x [N, K] times weight [M, K] transposed: [N, M]. The backward pass leaves the weight's gradient in gradient_MK."""
+    """x [N, K] times weight [M, K] transposed, [N, M]; the weight's gradient goes where `take_product` puts it."""
     product_of: Any = _Linear.apply
     result: torch.Tensor = product_of(x, weight, gradient_MK, adds)
     return result

@@ -128,8 +128,49 @@ class RowScores(NamedTuple):
     label_slope_R: torch.Tensor | None = None
 
 
+class RowSlopes(NamedTuple):
+    """d(sum w*cost)/d(hidden) of a chunk's rows, in parts: raw_RH times factor_R, and where the label's own part is
+    apart, the head's rows of labels_R times label_factor_R. Factors are float32 [R]."""
+
+    raw_RH: torch.Tensor
+    factor_R: torch.Tensor
+    head_VH: torch.Tensor
+    labels_R: torch.Tensor
+    label_factor_R: torch.Tensor | None = None
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """The slope [R, H]."""
+        slope_RH = self.raw_RH * self.factor_R[:, None]
+        if self.label_factor_R is not None:
+            slope_RH = slope_RH + self.head_VH[self.labels_R] * self.label_factor_R[:, None]
+        return slope_RH.to(dtype)
+
+
 ScoreRows = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, LossRule, float | None, bool], RowScores]
 """`score_rows`, or what stands in for it on a device or for a head."""
+
+
+class RowWork(NamedTuple):
+    """What is done to rows outside of products: as here, or by kernels of a device's own.
+
+    score  logits to costs and slopes, as `score_rows` does
+    take   hidden states [N, H] and places [R] to their rows [R, H]
+    place  rows of slopes written into [N, H] at places [R]; a place of -1 is the last row
+    """
+
+    score: ScoreRows
+    take: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    place: Callable[[torch.Tensor, torch.Tensor, RowSlopes], None]
+
+
+def take_rows(hidden_NH: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:
+    """Rows of hidden states at places, of which -1 is the last: [R, H]."""
+    return hidden_NH[places_R]
+
+
+def place_rows(into_NH: torch.Tensor, places_R: torch.Tensor, slopes: RowSlopes) -> None:
+    """Write rows of slopes at places, of which -1 is the last."""
+    into_NH[places_R] = slopes.whole(into_NH.dtype)
 
 
 def loss_chunk(
@@ -142,14 +183,14 @@ def loss_chunk(
     slots: int,
     with_slope: bool = True,
     score: ScoreRows | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RowSlopes | None]:
     """One chunk of rows of the loss head, value and gradient together.
 
     hidden_RH [R, H]; target_RH [R, H], the target's last hidden state, normed, where the rule needs it; labels_R [R];
     weights_R [R]; slots: those that a block scores, K-1. Under D-PACE the rows are whole blocks. score: `score_rows`
     by default.
-    Returns costs [R] float32, final weights [R] float32, whether each row is right [R] bool, and the slope
-    d(sum w*cost)/d(hidden) [R, H] (the rows themselves where none is wanted).
+    Returns costs [R] float32, final weights [R] float32, whether each row is right [R] bool, and the slope, None where
+    none is wanted.
     Logits [R, V] live only here.
     """
     logits = head.drafted_logits(hidden_RH)
@@ -162,14 +203,17 @@ def loss_chunk(
         supervised = weights_R.view(-1, slots) > 0
         weights_R = d_pace_weights(found.cross_entropy_R.view(-1, slots), supervised, rule.alpha).flatten()
     if not with_slope:
-        return found.costs_R, weights_R, found.correct_R, hidden_RH
+        return found.costs_R, weights_R, found.correct_R, None
     # The weights scale whole rows, so they are applied to [R, H] and not to [R, V].
     scaled_R = weights_R * head.logit_scale
-    factors_R = scaled_R if found.factor_R is None else scaled_R * found.factor_R
-    slope_RH = head.back(found.slope_RV) * factors_R[:, None]
-    if found.label_slope_R is not None:
-        slope_RH = slope_RH + head.head_VH[labels_R] * (scaled_R * found.label_slope_R)[:, None]
-    return found.costs_R, weights_R, found.correct_R, slope_RH.to(hidden_RH.dtype)
+    slopes = RowSlopes(
+        head.back(found.slope_RV),
+        scaled_R if found.factor_R is None else scaled_R * found.factor_R,
+        head.head_VH,
+        labels_R,
+        None if found.label_slope_R is None else scaled_R * found.label_slope_R,
+    )
+    return found.costs_R, weights_R, found.correct_R, slopes
 
 
 def score_rows(

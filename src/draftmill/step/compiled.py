@@ -46,9 +46,9 @@ class CompiledStep(EagerStep):
         on_cuda = state.device.type == "cuda"
         super().__init__(state, attention or (flex_attention_choice if on_cuda else dense_attention_choice))
         if on_cuda:
-            from draftmill.drafter.loss_kernel import score_rows, score_rows_float8
+            from draftmill.drafter.loss_kernel import ROW_WORK, ROW_WORK_FLOAT8
 
-            self.score_rows = score_rows if state.float8 is None else score_rows_float8
+            self.row_work = ROW_WORK if state.float8 is None else ROW_WORK_FLOAT8
         self._trunk = compile_piece(EagerStep.trunk, f"{self.name}_{threading.get_native_id()}")
         self._traced: CompiledStep = self
 

@@ -21,7 +21,16 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.compiling import BUILD_LOCK, own_code
 from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
-from draftmill.drafter.loss import ScoreRows, block_tokens, loss_chunk, score_rows, scored_rows, target_places
+from draftmill.drafter.loss import (
+    RowWork,
+    block_tokens,
+    loss_chunk,
+    place_rows,
+    score_rows,
+    scored_rows,
+    take_rows,
+    target_places,
+)
 from draftmill.drafter.loss_float8 import score_rows_float8
 from draftmill.drafter.mask import TileLists
 from draftmill.records import Blocks
@@ -39,7 +48,7 @@ class EagerStep:
     def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
         """attention: how the layers attend; by default document by document on a CPU, dense on CUDA."""
         self.state = state
-        self.score_rows: ScoreRows = score_rows if state.float8 is None else score_rows_float8
+        self.row_work = RowWork(score_rows if state.float8 is None else score_rows_float8, take_rows, place_rows)
         size = state.drafter_shape
         slots = size.block_size - 1
         # Under D-PACE a chunk holds whole blocks.
@@ -113,8 +122,8 @@ class EagerStep:
         drafted, target_RH = rows - rows // block_size - 1, None
         if state.rule.needs_target:
             target_RH = state.last_TH[target_places(state.blocks, rows, block_size)]
-        costs, weights, correct, slope_RH = loss_chunk(
-            hidden_RH[drafted],
+        costs, weights, correct, slopes = loss_chunk(
+            self.row_work.take(hidden_RH, drafted),
             target_RH,
             state.head,
             labels,
@@ -122,12 +131,12 @@ class EagerStep:
             state.rule,
             block_size - 1,
             with_slope,
-            self.score_rows,
+            self.row_work.score,
         )
         state.totals += torch.stack([(weights * costs).sum(), weights.sum()])
         state.correct_AK.view(-1)[rows] = correct
-        if with_slope:
-            state.slope_RH[drafted] = slope_RH
+        if slopes is not None:
+            self.row_work.place(state.slope_RH, drafted, slopes)
 
     def count(self) -> None:
         """Add the batch's right and supervised slots to the counts."""
