@@ -69,7 +69,7 @@ TINY = replace(
 
 SIZES = {
     "1x3072": Size(Workload(1, 3072, 512)),
-    "4x2048": Size(Workload(4, 2048, 2048), graphed_apart=True),
+    "4x2048": Size(Workload(4, 2048, 2048)),
     "small": Size(Workload(1, 2048, 64), contenders=(*OURS, *FLOAT8)),
 }
 TINY_SIZES = {
