@@ -97,6 +97,15 @@ def test_embedding_norm_and_head_rebuild_the_logits(kind: str) -> None:
     assert (head.head_VH is head.embedding_VH) == tied
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "granite", "llama"])
+def test_embeddings_in_bfloat16_are_the_targets_own_bit_for_bit(kind: str) -> None:
+    """A Gemma rounds its factor to the type of its embedding before it multiplies."""
+    model, tokens = tiny_model(kind).to(torch.bfloat16), random_tokens(3, LENGTH)
+    embedded = Target(model).head().embed(tokens)
+    assert embedded.dtype == torch.bfloat16
+    assert torch.equal(embedded, hidden_states(model, tokens)[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_causal(kind: str) -> None:
     check_causal(tiny_target(kind), TAPS)

@@ -56,13 +56,13 @@ def shape_logits(logits: torch.Tensor, scale: float, softcap: float | None) -> t
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def embedding_scale(text: Any) -> float:
-    """What a target of this text configuration multiplies its embeddings by.
+def embedding_scale(text: Any, dtype: torch.dtype = torch.float64) -> float:
+    """What a target of this text configuration multiplies its embeddings, of this type, by.
 
-    sqrt(H) in the Gemma family, a configured factor in Granite, 1 elsewhere.
+    sqrt(H) in the Gemma family, rounded to that type as these models do; a configured factor in Granite; 1 elsewhere.
     """
     if str(getattr(text, "model_type", "")).startswith("gemma"):
-        return math.sqrt(text.hidden_size)
+        return float(torch.tensor(math.sqrt(text.hidden_size), dtype=dtype))
     return float(getattr(text, "embedding_multiplier", None) or 1.0)
 
 

@@ -90,7 +90,7 @@ class Target:
         return TargetHead(
             embedding_VH,
             embedding_VH if output.weight is embedding else output.weight.data,
-            embedding_scale(text),
+            embedding_scale(text, embedding_VH.dtype),
             logit_scale(text),
             getattr(text, "final_logit_softcapping", None),
         )
