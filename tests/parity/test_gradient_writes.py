@@ -110,6 +110,24 @@ def test_a_step_without_a_batch_has_no_gradient(accumulate: bool) -> None:
     assert not gradient.any()
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_batch_takes_nothing_from_the_batches_before_it(overwrite: bool) -> None:
+    """As in the last step of a run, where one drafter may have a batch and then none."""
+    state = small_state(overwrite=overwrite)
+    state.flat.sum_in_float32()
+    optimizer = FlatAdamW(state.flat, TrainConfig())
+    replica = Replica(state, build_step("eager", state, optimizer), optimizer, lambda _: 1e-3, 1)
+    replica.begin()
+    replica.batch, replica.num_scored, replica.num_blocks = _batch(BatchKind.TRAIN), SCORED, ANCHORS
+    ready(state)
+    replica.accumulate()
+    expected = replica.reducible()[0].clone()
+    assert expected.norm() > 0
+    replica.batch = _batch(BatchKind.EMPTY)
+    replica.accumulate()
+    assert torch.equal(replica.reducible()[0], expected)
+
+
 def _batch(kind: BatchKind) -> Any:
     return SimpleNamespace(kind=kind, num_tokens=4)
 

@@ -62,6 +62,7 @@ class FlatParameters:
         self.gradient_sum = self.gradient
         self.overwritten: frozenset[str] = frozenset()
         self._added = [self.gradient]
+        self._overwritten: list[torch.Tensor] = []
         for name, parameter in named:
             parameter.data = self.view(self.weights, name)
             parameter.grad = self.view(self.gradient, name)
@@ -96,12 +97,12 @@ class FlatParameters:
     def overwrite(self, names: Collection[str]) -> None:
         """From now on a backward pass leaves these gradients whole, whatever was there before."""
         self.overwritten = frozenset(names)
-        self._added = []
+        self._added, self._overwritten = [], []
         groups = itertools.groupby(self.places.items(), key=lambda item: item[0] in self.overwritten)
         for is_overwritten, group in groups:
-            if not is_overwritten:
-                places = [place for _, place in group]
-                self._added.append(self.gradient[places[0].offset : places[-1].offset + places[-1].padded])
+            places = [place for _, place in group]
+            part = self.gradient[places[0].offset : places[-1].offset + places[-1].padded]
+            (self._overwritten if is_overwritten else self._added).append(part)
 
     def sum_in_float32(self) -> None:
         """From now on add the batches of a step in float32, whatever the compute type is; for steps of several."""
@@ -121,8 +122,10 @@ class FlatParameters:
             self.gradient_sum.zero_()
 
     def drop_gradient(self) -> None:
-        """No gradient of a batch anywhere: for a step whose batch has no backward pass."""
-        self.gradient.zero_()
+        """A batch has no backward pass: clear what one would have overwritten. What adds up stays, a step's sum with
+        it."""
+        for part in self._overwritten:
+            part.zero_()
 
     def _clear_added(self) -> None:
         for part in self._added:
