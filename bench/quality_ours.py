@@ -145,6 +145,7 @@ def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: i
     take(team.submit(Snapshot(step - 1, restart)))
     take(team.drain())
     clock.start()
+    print(f"  built and warm; {clock.seconds:g} s of training begin", flush=True)
     first = step
     while clock.now() < clock.seconds:
         take(team.submit(Step(step)))

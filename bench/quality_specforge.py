@@ -63,6 +63,7 @@ class Contender:
         self._wait()
         training.clock.start()
         course.build_s = time.perf_counter() - started
+        print(f"  built and warm; {seconds:g} s of training begin", flush=True)
         took_s: list[float] = []
         now = 0.0
         for batch in self._batches(seed, rows, None):

@@ -81,13 +81,18 @@ def train_all(
     runs = _Runs(settings, paths, target, device, overrides, tiny=tiny)
     failures: list[str] = []
     done = {(line["recipe"], line["seed"]) for line in read_lines(paths.runs_file) if "points" in line}
+    built: set[str] = set()
     for job in assigned(jobs, settings, *place):
         if (job.recipe.name, job.seed) in done:
             continue
+        kind = _built_alike(job.recipe)
         ends = time.perf_counter() - started + settings.seconds * job.recipe.share + _AROUND_S
+        ends += 0.0 if kind in built else _BUILD_S
         if stop_after is not None and ends > stop_after:
             print(f"train {job.name}: left for another call", flush=True)
             continue
+        built.add(kind)
+        print(f"train {job.name}: begins", flush=True)
         try:
             runs.train(job)
         except InputError as problem:
@@ -130,7 +135,7 @@ def assigned(jobs: Sequence[Job], settings: Settings, index: int, count: int) ->
     return sorted(parts[index], key=jobs.index)
 
 
-_AROUND_S, _BUILD_S = 8.0, 60.0
+_AROUND_S, _BUILD_S = 12.0, 75.0
 """Guesses for sharing out the work: loading and measuring a run, and compiling for a group of alike ones."""
 _COMPILED_FOR = ("num_anchors", "token_budget", "batching", "block_size", "num_layers", "num_taps", "sliding", "gamma",
                  "loss", "labels", "optimizer", "ema", "betas")  # fmt: skip
@@ -192,6 +197,10 @@ class _Runs:
     def _write(self, job: Job, shape: DrafterShape, course: Course, config: dict[str, Any]) -> None:
         folder = self.paths.runs / job.name
         started = time.perf_counter()
+        halves = [kept for kept in course.kept if abs(kept.share - 0.5) < 1e-6]
+        for name, some in (("half", halves[:1]), ("final", course.kept[-1:])):
+            for one in some:
+                _write_weights(folder / name, shape, one)
         walker = self._walker(shape)
         points: list[dict[str, Any]] = []
         tau: dict[str, dict[str, float]] = {}
@@ -199,10 +208,6 @@ class _Runs:
             drafter = build_drafter(shape, _as_saved(kept.tensors), walker.target)
             tau = walker.tau(drafter)
             points.append({"share": kept.share, "seconds": kept.seconds, "step": kept.step, "tau": tau})
-        halves = [kept for kept in course.kept if abs(kept.share - 0.5) < 1e-6]
-        for name, some in (("half", halves[:1]), ("final", course.kept[-1:])):
-            for one in some:
-                _write_weights(folder / name, shape, one)
         measured_s = time.perf_counter() - started
         result = {
             "recipe": job.recipe.name,

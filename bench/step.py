@@ -4,7 +4,8 @@ Qwen3-8B's shape, 5 draft layers, 5 taps, blocks of 16; random weights, the same
 for everybody, learning rate 0, so that every step of everybody does the same work. A step is forward, backward, clip
 and AdamW on float32 masters. All who fit into memory together are timed in turns in one process: a turn is one run that
 is not counted and two that are. Who runs out of memory beside the others is timed once more alone (`alone`). Our
-captured step, whose graphs keep their memory, joins after the peers have left where `Size.graphed_apart` says so.
+captured step, whose graphs keep their memory, joins after the peers have left where `Size.graphed_apart` says so and
+both peers are there.
 
 Memory is a contender's own: what it holds, and what it adds at the peak of a step. Useful work is counted by
 draftmill.step.flops; the ceiling is a product of two random 8192 x 8192 bfloat16 matrices, before and after.
@@ -69,7 +70,7 @@ TINY = replace(
 
 SIZES = {
     "1x3072": Size(Workload(1, 3072, 512)),
-    "4x2048": Size(Workload(4, 2048, 2048)),
+    "4x2048": Size(Workload(4, 2048, 2048), graphed_apart=True),
     "small": Size(Workload(1, 2048, 64), contenders=(*OURS, *FLOAT8)),
 }
 TINY_SIZES = {

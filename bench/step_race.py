@@ -33,7 +33,7 @@ STARTED = time.perf_counter()
 
 @dataclass(frozen=True)
 class Size:
-    """A batch, who works on it, and whether our captured steps wait until the peers' memory is free."""
+    """A batch, who works on it, and whether our captured steps wait until the memory of two peers is free."""
 
     work: Workload
     contenders: tuple[str, ...] = (*OURS, *FLOAT8, *PEERS)
@@ -71,7 +71,8 @@ class Race:
     def run(self, turns: int, with_profile: bool) -> dict[str, Any]:
         """All turns of all contenders; the size's part of the result."""
         profiled: dict[str, Any] = {}
-        if self.size.graphed_apart and any(name in CAPTURED for name in self.names):
+        crowded = self.size.graphed_apart and all(peer in self.names for peer in PEERS)
+        if crowded and any(name in CAPTURED for name in self.names):
             self._phase([name for name in self.names if name not in CAPTURED], turns)
             self._leave([name for name in self.running if name in PEERS])
             self._phase([name for name in self.names if name in ("compiled", *CAPTURED)], turns)

@@ -51,6 +51,29 @@ def test_rows_of_the_loss(rule: LossRule, size: int, softcap: float | None) -> N
         assert torch.equal(kept, x)
 
 
+@pytest.mark.parametrize("label_apart", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_taken_and_slopes_placed(dtype: torch.dtype, label_apart: bool) -> None:
+    """At Qwen3-8B's width and one that fills no piece; a place of -1 is the last row."""
+    from draftmill.drafter.loss_kernel import place_rows, take_rows
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+    for size in (4096, 576, 5000):
+        hidden, places = normal(33, size), torch.tensor([3, 0, 31, -1], device="cuda")
+        assert torch.equal(take_rows(hidden, places), loss.take_rows(hidden, places))
+        factor, label_factor = (normal(4, dtype=torch.float32) for _ in range(2))
+        labels = torch.tensor([8, 0, 2, 2], device="cuda")
+        slopes = loss.RowSlopes(normal(4, size), factor, normal(9, size), labels, label_factor if label_apart else None)
+        expected, got = torch.ones_like(hidden), torch.ones_like(hidden)
+        loss.place_rows(expected, places, slopes)
+        place_rows(got, places, slopes)
+        torch.testing.assert_close(got, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 def test_a_loss_that_wants_the_targets_logits_and_gets_none() -> None:
     from draftmill.drafter.loss_kernel import score_rows
 

@@ -101,7 +101,7 @@ def test_attention_is_what_plain_products_take() -> None:
 
 
 def test_the_published_shape() -> None:
-    """Qwen3-8B, 5 layers and taps, one document of 3072 tokens, 512 full blocks: 71 TFLOP, most of it in the MLPs."""
+    """Qwen3-8B, 5 layers and taps, one document of 3072 tokens, 512 full blocks: 70 TFLOP, most of it in the MLPs."""
     shape = shape_of(
         hidden_size=4096,
         intermediate_size=12288,
@@ -117,7 +117,7 @@ def test_the_published_shape() -> None:
     flops = step_flops(shape, StepWork(3072, 8192, 7680, 5 * 8192 * (1536 + 16)))
     assert flops.context == 3072 * (4 * 5 * 4096 * 4096 + 6 * 5 * 2 * 4096 * 1024)
     all_slots, drafted = 2 * 4096 * 1024 + 4096 * 4096, 4096 * 4096 + 3 * 4096 * 12288
-    assert flops.blocks == 6 * (8192 * (5 * all_slots + 4 * drafted) + 7680 * drafted)
+    assert flops.blocks == 6 * (8192 * 4 * (all_slots + drafted) + 513 * all_slots + 7680 * drafted)
     assert flops.attention == 12 * 5 * 8192 * 1552 * 4096
     assert flops.head == 4 * 7680 * 4096 * 151936
-    assert flops.total == pytest.approx(70.9e12, rel=0.01)
+    assert flops.total == pytest.approx(69.8e12, rel=0.001)

@@ -42,7 +42,8 @@ CONTEXT_TOKENS, HEAD_ROWS = 24, 128
 class Probe:
     """Random inputs of one block behind a context: float32, on the CPU.
 
-    features [S, L*H], embeddings [K, H] before any scale, positions [S + K] of context and block, head [HEAD_ROWS, H]
+    features [S, L*H], embeddings [K, H] of a token and K-1 mask tokens before any scale, positions [S + K] of context
+    and block, head [HEAD_ROWS, H]
     """
 
     features: torch.Tensor
@@ -114,7 +115,7 @@ def ours(drafter: Drafter, probe: Probe) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = drafter(
             probe.features,
             positions[:context],
-            probe.embeddings * shape.embedding_scale,
+            probe.embeddings[:2] * shape.embedding_scale,
             positions[context:],
             dense_attention(shape, blocks),
         )
@@ -128,11 +129,12 @@ def probes(shape: DrafterShape, seed: int = 0) -> list[Probe]:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)
 
+    size = shape.hidden_size
     length = min(CONTEXT_TOKENS, shape.max_position_embeddings - shape.block_size) + shape.block_size
     return [
         Probe(
             features=random(length - shape.block_size, shape.feature_size),
-            embeddings=random(shape.block_size, shape.hidden_size),
+            embeddings=torch.cat([random(1, size), random(1, size).expand(shape.block_size - 1, -1)]),
             positions=torch.arange(first, first + length),
             head=random(HEAD_ROWS, shape.hidden_size) / shape.hidden_size**0.5,
         )

@@ -72,13 +72,13 @@ class LossRule:
 
 
 def block_tokens(blocks: Blocks, block_size: int, mask_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and positions of all block slots, [A*K] each: the anchor's token, then mask tokens."""
+    """What blocks begin with: token ids [A+1], each anchor's and, last, the mask token's, which every other slot holds;
+    and positions [A*K] of all block slots."""
     anchors = blocks.anchors_A.long()
-    ids = torch.full((anchors.shape[0], block_size), mask_token_id, dtype=torch.int64, device=anchors.device)
-    ids[:, 0] = blocks.tokens_T[anchors]
+    mask = torch.full((1,), mask_token_id, dtype=torch.int64, device=anchors.device)
     slots = torch.arange(block_size, device=anchors.device)
     positions = blocks.positions_T[anchors].long()[:, None] + slots
-    return ids.flatten(), positions.flatten()
+    return torch.cat([blocks.tokens_T[anchors].long(), mask]), positions.flatten()
 
 
 def scored_rows(blocks: Blocks, block_size: int, rule: LossRule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,11 +18,10 @@ from draftmill.drafter.float8 import GRADIENTS, VALUES
 from draftmill.drafter.loss import LossRule, RowScores, RowSlopes, RowWork
 from draftmill.drafter.loss_float8 import SHARE_UNIT, slope_unit
 
-BLOCK, WARPS = 16384, 32
-"""Of cross entropy alone, whose programs are one a multiprocessor: what a row's first pass reads is then still in the
-cache when its second comes (15 % faster than a program a row, 2048 rows of 151,936 logits, H200)."""
-COMPARING_BLOCK, COMPARING_WARPS = 4096, 16
+BLOCK = 4096
+WARPS = 16
 MOVING_BLOCK = 4096
+"""Elements of a row that a program moves."""
 
 
 @triton.jit
@@ -36,7 +35,6 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     slope_ptr,
     label_slope_ptr,
     softcap,
-    rows,
     size: tl.constexpr,
     target_labels: tl.constexpr,
     with_slope: tl.constexpr,
@@ -51,57 +49,56 @@ def _cross_entropy_rows(  # type: ignore[no-untyped-def]
     label_apart: the slope goes elsewhere, times share_unit and 0 at the label, whose own slope is given for itself.
     """
     row = tl.program_id(0)
-    while row < rows:
-        first = row.to(tl.int64) * size
-        row_ptr, slope_row_ptr, target_row_ptr = logits_ptr + first, slope_ptr + first, target_ptr + first
-        lanes = tl.arange(0, block)
-        largest, where = tl.full([block], -float("inf"), tl.float32), tl.full([block], 0, tl.int32)
-        target_largest, target_where = largest, where
-        for start in range(0, size, block):
-            columns = start + lanes
-            inside = columns < size
-            x = tl.load(row_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            where = tl.where(x > largest, columns, where)
-            largest = tl.maximum(largest, x)
-            if target_labels:
-                t = tl.load(target_row_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-                target_where = tl.where(t > target_largest, columns, target_where)
-                target_largest = tl.maximum(target_largest, t)
-        top = tl.max(largest, axis=0)
-        best = tl.min(tl.where(largest == top, where, size), axis=0)
-        label = tl.load(labels_ptr + row).to(tl.int32)
+    logits_ptr += row.to(tl.int64) * size
+    slope_ptr += row.to(tl.int64) * size
+    target_ptr += row.to(tl.int64) * size
+    lanes = tl.arange(0, block)
+    largest, where = tl.full([block], -float("inf"), tl.float32), tl.full([block], 0, tl.int32)
+    target_largest, target_where = largest, where
+    for start in range(0, size, block):
+        columns = start + lanes
+        inside = columns < size
+        x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        where = tl.where(x > largest, columns, where)
+        largest = tl.maximum(largest, x)
         if target_labels:
-            label = tl.min(tl.where(target_largest == tl.max(target_largest, axis=0), target_where, size), axis=0)
-        at_label = tl.load(row_ptr + label).to(tl.float32)
-        tl.debug_barrier()  # everybody has read it before anybody overwrites it
-        total = tl.full([block], 0.0, tl.float32)
-        for start in range(0, size, block):
-            columns = start + lanes
-            inside = columns < size
-            x = tl.load(row_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            slope = tl.exp(x - top)
-            total += slope
-            if with_slope:
-                if has_softcap:
-                    slope *= 1.0 - (x / softcap) * (x / softcap)
-                if label_apart:
-                    slope = tl.where(columns == label, 0.0, slope * share_unit)
-                tl.store(slope_row_ptr + columns, slope.to(slope_ptr.dtype.element_ty), mask=inside)
-        sum_exp = tl.sum(total, axis=0)
-        tl.store(cross_entropy_ptr + row, tl.log(sum_exp) + top - at_label)
-        tl.store(correct_ptr + row, best == label)
+            t = tl.load(target_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            target_where = tl.where(t > target_largest, columns, target_where)
+            target_largest = tl.maximum(target_largest, t)
+    top = tl.max(largest, axis=0)
+    best = tl.min(tl.where(largest == top, where, size), axis=0)
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    if target_labels:
+        label = tl.min(tl.where(target_largest == tl.max(target_largest, axis=0), target_where, size), axis=0)
+    at_label = tl.load(logits_ptr + label).to(tl.float32)
+    tl.debug_barrier()  # everybody has read it before anybody overwrites it
+    total = tl.full([block], 0.0, tl.float32)
+    for start in range(0, size, block):
+        columns = start + lanes
+        inside = columns < size
+        x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        slope = tl.exp(x - top)
+        total += slope
         if with_slope:
-            at_slope = tl.exp(at_label - top) - sum_exp
             if has_softcap:
-                at_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
+                slope *= 1.0 - (x / softcap) * (x / softcap)
             if label_apart:
-                tl.store(scale_ptr + row, 1.0 / (sum_exp * share_unit))
-                tl.store(label_slope_ptr + row, at_slope / sum_exp)
-            else:
-                tl.store(scale_ptr + row, 1.0 / sum_exp)
-                tl.debug_barrier()  # after the store above that also wrote there
-                tl.store(slope_row_ptr + label, at_slope.to(slope_ptr.dtype.element_ty))
-        row += tl.num_programs(0)
+                slope = tl.where(columns == label, 0.0, slope * share_unit)
+            tl.store(slope_ptr + columns, slope.to(slope_ptr.dtype.element_ty), mask=inside)
+    sum_exp = tl.sum(total, axis=0)
+    tl.store(cross_entropy_ptr + row, tl.log(sum_exp) + top - at_label)
+    tl.store(correct_ptr + row, best == label)
+    if with_slope:
+        at_slope = tl.exp(at_label - top) - sum_exp
+        if has_softcap:
+            at_slope *= 1.0 - (at_label / softcap) * (at_label / softcap)
+        if label_apart:
+            tl.store(scale_ptr + row, 1.0 / (sum_exp * share_unit))
+            tl.store(label_slope_ptr + row, at_slope / sum_exp)
+        else:
+            tl.store(scale_ptr + row, 1.0 / sum_exp)
+            tl.debug_barrier()  # after the store above that also wrote there
+            tl.store(slope_ptr + label, at_slope.to(slope_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -318,7 +315,7 @@ def _cross_entropy(
     label_apart = slope is not logits
     cross_entropy, scale, correct = _of_rows(logits)
     label_slope = torch.empty_like(scale) if label_apart else scale
-    _cross_entropy_rows[(_processors(logits.device),)](
+    _cross_entropy_rows[(len(logits),)](
         logits,
         _target(logits, target_logits, rule),
         labels_R,
@@ -328,10 +325,9 @@ def _cross_entropy(
         slope,
         label_slope,
         1.0 if softcap is None else softcap,
-        len(logits),
         label_apart=label_apart,
         share_unit=SHARE_UNIT,
-        **_options(logits, rule, softcap, with_slope, BLOCK, WARPS),
+        **_options(logits, rule, softcap, with_slope),
     )
     return RowScores(
         cross_entropy,
@@ -368,7 +364,7 @@ def _comparing(
         rule.total_variation,
         unit,
         1.0 if softcap is None else softcap,
-        **_options(logits, rule, softcap, with_slope, COMPARING_BLOCK, COMPARING_WARPS),
+        **_options(logits, rule, softcap, with_slope),
     )
     factor = None if slope is logits else torch.full_like(costs, 1.0 / unit)
     return RowScores(cross_entropy, costs, correct, slope, factor)
@@ -387,14 +383,7 @@ def _of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return first, second, torch.empty(len(logits), device=logits.device, dtype=torch.bool)
 
 
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; without one a few, each with several rows."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def _options(
-    logits: torch.Tensor, rule: LossRule, softcap: float | None, with_slope: bool, block: int, warps: int
-) -> dict[str, Any]:
+def _options(logits: torch.Tensor, rule: LossRule, softcap: float | None, with_slope: bool) -> dict[str, Any]:
     size = logits.shape[1]
     return {
         "size": size,
@@ -402,8 +391,8 @@ def _options(
         "with_slope": with_slope,
         "has_softcap": softcap is not None,
         # No fewer lanes than threads: two threads of one lane would read what the other has overwritten.
-        "block": max(32 * warps, min(block, triton.next_power_of_2(size))),
-        "num_warps": warps,
+        "block": max(32 * WARPS, min(BLOCK, triton.next_power_of_2(size))),
+        "num_warps": WARPS,
     }
 
 

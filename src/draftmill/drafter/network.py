@@ -10,6 +10,7 @@ Source: arXiv 2602.06036; the contract in docs/dflash.md. Shape letters as in re
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ from draftmill.drafter.rope import Rotary, rotate
 from draftmill.drafter.shape import DrafterShape
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+Spread = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    """Every row is there already."""
+    return rows
+
+
+def spread_blocks(rows_EX: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Rows [A+1, ...] of each block's given token and, last, of the mask token -> of all block tokens, [A*K, ...]."""
+    given, mask = rows_EX[:-1, None], rows_EX[-1:, None]
+    masks = mask.expand(len(given), block_size - 1, *rows_EX.shape[1:])
+    return torch.cat([given, masks], dim=1).flatten(0, 1)
 
 
 class Linear(nn.Linear):
@@ -87,14 +101,18 @@ class BlockAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
-    def queries(self, hidden: torch.Tensor | Rounded, angles: Angles) -> torch.Tensor:
-        """hidden [Q, H] -> rotated queries [Q, N, D]."""
-        return rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))), *angles)
+    def queries(self, hidden: torch.Tensor | Rounded, angles: Angles, spread: Spread = as_it_is) -> torch.Tensor:
+        """hidden [Q, H] -> rotated queries [Q, N, D]. spread: puts rows where their angles are."""
+        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        return rotate(spread(queries), *angles)
 
-    def keys_values(self, hidden: torch.Tensor | Rounded, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden or context [C, H] -> rotated keys and values, [C, M, D] each."""
+    def keys_values(
+        self, hidden: torch.Tensor | Rounded, angles: Angles, spread: Spread = as_it_is
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden or context [C, H] -> rotated keys and values, [C, M, D] each. spread: as in `queries`."""
         keys = self.k_norm(self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        return rotate(keys, *angles), self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        return rotate(spread(keys), *angles), spread(values)
 
 
 class SwiGLU(nn.Module):
@@ -127,14 +145,19 @@ class DrafterLayer(nn.Module):
         angles: Angles,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         drafted: int | None = None,
+        spread: Spread = as_it_is,
     ) -> torch.Tensor:
         """x [Q, H] -> [Q, H]; `attend` gets the block tokens' q, k, v and adds the context's part itself.
 
         drafted: the block size K where only slots 1..K-1 of each block are wanted, which makes it [A*(K-1), H].
+        spread: makes Q rows of those of x where block tokens begin alike and x holds each kind of row once.
         """
-        hidden = self.self_attn.q_proj.shared(self.input_layernorm(x))
-        attended = attend(self.self_attn.queries(hidden, angles), *self.self_attn.keys_values(hidden, angles))
-        attended = attended.flatten(-2)
+        attention = self.self_attn
+        hidden = attention.q_proj.shared(self.input_layernorm(x))
+        attended = attend(
+            attention.queries(hidden, angles, spread), *attention.keys_values(hidden, angles, spread)
+        ).flatten(-2)
+        x = spread(x)
         if drafted is not None:
             x, attended = (part.unflatten(0, (-1, drafted))[:, 1:].flatten(0, 1) for part in (x, attended))
         x = x + self.self_attn.o_proj(attended)
@@ -183,21 +206,23 @@ class Drafter(nn.Module):
         self,
         features_TF: torch.Tensor,
         positions_T: torch.Tensor,
-        embeddings_QH: torch.Tensor,
+        embeddings_EH: torch.Tensor,
         positions_Q: torch.Tensor,
         attention: Attention,
         drafted_only: bool = False,
     ) -> torch.Tensor:
         """All blocks of a batch at once.
 
-        features_TF [T, L*H] and positions_T [T] of the context slots; embeddings_QH [A*K, H] and positions_Q [A*K] of
-        the block tokens; `attention` over keys [context | blocks]. Returns normed hidden states [A*K, H], ready for
-        the target's head; with `drafted_only` those of slots 1..K-1, [A*(K-1), H]: in the last layer a block's given
-        token is a key and a value and nothing else.
+        features_TF [T, L*H] and positions_T [T] of the context slots; embeddings_EH [A+1, H] of each block's given
+        token and, last, of the mask token, which all other block tokens are; positions_Q [A*K] of the block tokens;
+        `attention` over keys [context | blocks]. Returns normed hidden states [A*K, H], ready for the target's head;
+        with `drafted_only` those of slots 1..K-1, [A*(K-1), H]: in the last layer a block's given token is a key and a
+        value and nothing else. In the first one all mask tokens have the same query, key and value but for their
+        angles, which are made once.
         """
         context = self.context(features_TF)
         context_angles, block_angles = self.rotary(positions_T), self.rotary(positions_Q)
-        x, last = embeddings_QH, len(self.layers) - 1
+        x, last = embeddings_EH, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             drafted = self.shape.block_size if drafted_only and index == last else None
             if self.checkpoint_activations and self.training:
@@ -232,7 +257,8 @@ class Drafter(nn.Module):
             context_k, context_v = layer.self_attn.keys_values(context, context_angles)
             return attention(index, q, torch.cat([context_k, k]), torch.cat([context_v, v]))
 
-        return layer(x, block_angles, attend, drafted)
+        spread = partial(spread_blocks, block_size=self.shape.block_size) if index == 0 else as_it_is
+        return layer(x, block_angles, attend, drafted, spread)
 
     def new_cache(self, capacity: int, device: torch.device | str, dtype: torch.dtype) -> DrafterCache:
         """An empty cache of context keys and values for decoding one sequence of at most `capacity` tokens."""

@@ -98,7 +98,8 @@ def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -
     keys_values = 2 * hidden * keys
     projections = keys_values + hidden * queries
     rest = hidden * queries + 3 * hidden * shape.intermediate_size
-    drafted = work.block_tokens * (shape.block_size - 1) // shape.block_size
+    given = work.block_tokens // shape.block_size
+    drafted = work.block_tokens - given
     return StepFlops(
         context=float(
             work.context_tokens
@@ -107,7 +108,9 @@ def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -
         blocks=float(
             TRAINED
             * (
-                work.block_tokens * (shape.num_layers * projections + (shape.num_layers - 1) * rest)
+                work.block_tokens * (shape.num_layers - 1) * (projections + rest)
+                # In the first layer all mask tokens are one.
+                + (given + (given > 0)) * projections
                 # In the last layer a block's given token is a key and a value and nothing else.
                 + drafted * rest
             )
