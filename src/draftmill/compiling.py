@@ -23,6 +23,10 @@ class BuildLock:
 
     A thread may build inside what it runs, and run inside what it builds. Of several that want to build from inside
     what they run each lets the others go first: where they wait they call nothing.
+
+    Building waits for the device (a capture begins so), which may wait for what another thread has yet to launch: a
+    target for a drafter's read of a slot, that one for the sum over all drafters. So who builds from inside what it
+    runs first waits for its stream while the others still run.
     """
 
     def __init__(self) -> None:
@@ -31,19 +35,36 @@ class BuildLock:
         self._depth = 0
         self._running: dict[int, int] = {}
         self._waiting: set[int] = set()
+        """Who wants to build, and lets nobody begin to run."""
+        self._calling_nothing: set[int] = set()
+        """Those, and who waits for its stream before."""
 
     def __enter__(self) -> None:
         me = threading.get_ident()
+        if self._builder != me:
+            self._become_builder(me)
+        self._depth += 1
+
+    def _become_builder(self, me: int) -> None:
         with self._changed:
-            if self._builder != me:
+            self._calling_nothing.add(me)
+            self._changed.notify_all()
+        try:
+            if me in self._running:
+                wait_for_stream()
+            with self._changed:
                 self._waiting.add(me)
-                self._changed.notify_all()
                 try:
-                    self._changed.wait_for(lambda: self._builder is None and self._running.keys() <= self._waiting)
+                    self._changed.wait_for(
+                        lambda: self._builder is None and self._running.keys() <= self._calling_nothing
+                    )
+                    self._builder = me
                 finally:
                     self._waiting.discard(me)
-                self._builder = me
-            self._depth += 1
+        finally:
+            with self._changed:
+                self._calling_nothing.discard(me)
+                self._changed.notify_all()
 
     def __exit__(self, *exception: object) -> None:
         with self._changed:
@@ -72,6 +93,15 @@ class BuildLock:
                 if not self._running[me]:
                     del self._running[me]
                     self._changed.notify_all()
+
+
+def wait_for_stream() -> None:
+    """Until this thread's CUDA stream has done all that was launched; at once where there is none.
+
+    Not for the whole device, which may not be waited for while another thread captures there.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 BUILD_LOCK = BuildLock()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from draftmill import compiling
 from draftmill.compiling import BUILD_LOCK, BuildLock
 from draftmill.pipeline.workers import TargetReplica
 from draftmill.target.features import TapsReplica
@@ -119,6 +120,59 @@ def test_who_fails_lets_go(pool: ThreadPoolExecutor) -> None:
     builder = Inside(pool, lambda: lock)
     assert builder.is_in()
     builder.leave()
+
+
+def test_who_builds_midway_first_waits_for_its_stream_while_the_others_run(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture waits for the device, which may wait for what a drafter has yet to launch."""
+    lock, launched, midway = BuildLock(), threading.Event(), threading.Event()
+    monkeypatch.setattr(compiling, "wait_for_stream", lambda: launched.wait(AT_ONCE_S))
+
+    def capture() -> bool:
+        with lock.running():
+            midway.set()
+            with lock:
+                return launched.wait(NOT_YET_S)
+
+    def drafter() -> None:
+        with lock.running():
+            launched.set()
+
+    capturing = pool.submit(capture)
+    assert midway.wait(AT_ONCE_S)
+    builder = Inside(pool, lambda: lock)
+    assert builder.is_in(), "who waits for its stream calls nothing"
+    drafting = pool.submit(drafter)
+    builder.leave()
+    drafting.result(AT_ONCE_S)
+    assert capturing.result(AT_ONCE_S)
+
+
+def test_who_gives_up_waiting_to_build_holds_nobody_back(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = BuildLock()
+    first = Inside(pool, lock.running)
+    assert first.is_in()
+    waits, wait_for = threading.Event(), lock._changed.wait_for
+
+    def interrupted(holds: Callable[[], bool]) -> bool:
+        if waits.is_set():
+            return wait_for(holds)
+        waits.set()
+        lock._changed.wait(NOT_YET_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lock._changed, "wait_for", interrupted)
+    building = pool.submit(lock.__enter__)
+    assert waits.wait(AT_ONCE_S)
+    second = Inside(pool, lock.running)
+    with pytest.raises(KeyboardInterrupt):
+        building.result(AT_ONCE_S)
+    assert second.is_in()
+    first.leave()
+    second.leave()
 
 
 @pytest.fixture
