@@ -165,6 +165,20 @@ class TestAnswerFile:
         with self._open(path):
             first.path.exists()
 
+    def test_rows_of_another_process_that_came_in_between_stay(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "out.jsonl"
+        with self._open(path) as file:
+            file.append({"prompt_key": "a"})
+        monkeypatch.setattr(Path, "exists", lambda _: False)  # as it was before
+        with pytest.raises(ValueError, match="made up"), self._open(path):
+            raise ValueError("made up")
+        with pytest.raises(InputError, match="was made with seed"), self._open(path, seed=2):
+            pass
+        monkeypatch.undo()
+        assert path.read_text() == '{"prompt_key": "a"}\n'
+
     def test_full_disk_before_the_first_row_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -60,6 +60,7 @@ class AnswerFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.path.stat().st_size:
+                self._new = False  # another process may have made and left it since
                 self._check_settings()
                 self._read_rows()
             self._write_settings()
