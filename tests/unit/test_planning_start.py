@@ -190,12 +190,12 @@ def test_the_least_that_a_run_needs(world: dict[str, Any]) -> None:
     weights = 2 * layer + 2 * 32 * 32 + 2 * 32
     slots = setup.step_shape.context_slots
     rest = 4 * 80 * 32 + 3 * slots * 2 * 32 * 4
-    # master, gradient and two moments in float32; Muon has one moment, an average is one more buffer
+    # master, gradient and two moments in float32; Muon has one moment, an average or a sum is one more buffer
     assert needs.drafter == 16 * weights + rest
     drafter = setup.config.drafter.model_copy(update={"float8": "head"})
     in_float8 = replace(setup, config=setup.config.model_copy(update={"drafter": drafter}))
     assert least_needs(in_float8).drafter == 16 * weights + rest + 2 * 80 * 32, "the head twice more"
-    for settings, each in ((["train.optimizer=muon"], 12), (["train.ema_decay=0.9"], 20)):
+    for settings, each in ((["train.optimizer=muon"], 12), (["train.ema_decay=0.9"], 20), (["train.accumulate=2"], 20)):
         assert least_needs(set_up(config_of(world, *settings), Hosts())).drafter == each * weights + rest
 
 

@@ -112,7 +112,7 @@ def _drafter_bytes(setup: Setup) -> int:
     # Muon keeps one moment of a matrix, and matrices are nearly all.
     masters, moments = 4 * size, (4 if train.optimizer == "muon" else 8) * size
     masters += 4 * size if train.ema_decay is not None else 0
-    masters += 4 * size if setup.stream.accumulate > 1 and setup.dtype != torch.float32 else 0
+    masters += 4 * size if setup.stream.accumulate > 1 else 0  # on a GPU a step's sum is apart in any type
     copies = size * one + (0 if setup.dtype == torch.float32 else size * one)  # gradient, and weights beside masters
     shape, slots = setup.shape, setup.step_shape
     # In float8 the head is there twice more, a byte an element.
