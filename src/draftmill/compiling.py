@@ -19,59 +19,40 @@ import torch
 
 
 class BuildLock:
-    """A lock for building, which a thread may take again, and which keeps the others' running models out meanwhile.
+    """A lock for building, one thread at a time, which may take it again.
 
-    A thread may build inside what it runs, and run inside what it builds. Of several that want to build from inside
-    what they run each lets the others go first: where they wait they call nothing.
+    `with lock` is for what traces, and keeps the other threads' running models out meanwhile; `with lock.beside()` for
+    what does not, such as a capture. A thread may build inside what it runs, and run inside what it builds. Of several
+    that want to build from inside what they run each lets the others go first: where they wait they call nothing.
 
-    Building waits for the device (a capture begins so), which may wait for what another thread has yet to launch: a
-    target for a drafter's read of a slot, that one for the sum over all drafters. So who builds from inside what it
-    runs first waits for its stream while the others still run.
+    Nobody is kept out for good by one who waits to build: somebody who runs may depend on what another has yet to
+    launch, as drafters do who sum over all of them.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._builder: int | None = None
-        self._depth = 0
+        self._depth = self._excluding = 0
         self._running: dict[int, int] = {}
         self._waiting: set[int] = set()
-        """Who wants to build, and lets nobody begin to run."""
+        """Who wants to trace, and lets nobody begin to run."""
         self._calling_nothing: set[int] = set()
-        """Those, and who waits for its stream before."""
+        """Who waits for the lock, or for its stream before."""
 
     def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._builder != me:
-            self._become_builder(me)
-        self._depth += 1
-
-    def _become_builder(self, me: int) -> None:
-        with self._changed:
-            self._calling_nothing.add(me)
-            self._changed.notify_all()
-        try:
-            if me in self._running:
-                wait_for_stream()
-            with self._changed:
-                self._waiting.add(me)
-                try:
-                    self._changed.wait_for(
-                        lambda: self._builder is None and self._running.keys() <= self._calling_nothing
-                    )
-                    self._builder = me
-                finally:
-                    self._waiting.discard(me)
-        finally:
-            with self._changed:
-                self._calling_nothing.discard(me)
-                self._changed.notify_all()
+        self._take(excluding=True)
 
     def __exit__(self, *exception: object) -> None:
-        with self._changed:
-            self._depth -= 1
-            if self._depth == 0:
-                self._builder = None
-                self._changed.notify_all()
+        self._give(excluding=True)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """The lock for what traces nothing: other threads' models run on."""
+        self._take(excluding=False)
+        try:
+            yield
+        finally:
+            self._give(excluding=False)
 
     def taken(self) -> bool:
         """Whether another thread builds."""
@@ -79,11 +60,11 @@ class BuildLock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Held while a model runs: waits while another thread builds, or waits to."""
+        """Held while a model runs: waits while another thread traces, or waits to."""
         me = threading.get_ident()
         with self._changed:
             if me not in self._running:
-                self._changed.wait_for(lambda: self._builder == me or (self._builder is None and not self._waiting))
+                self._changed.wait_for(lambda: self._builder == me or not (self._excluding or self._waiting))
             self._running[me] = self._running.get(me, 0) + 1
         try:
             yield
@@ -93,6 +74,57 @@ class BuildLock:
                 if not self._running[me]:
                     del self._running[me]
                     self._changed.notify_all()
+
+    def _take(self, *, excluding: bool) -> None:
+        me = threading.get_ident()
+        if self._builder != me or (excluding and not self._excluding):
+            with self._changed:
+                self._calling_nothing.add(me)
+                self._changed.notify_all()
+            try:
+                if excluding and me in self._running:  # while the others still launch what its stream may wait for
+                    wait_for_stream()
+                with self._changed:
+                    self._wait(me, excluding=excluding)
+                    self._builder = me
+            finally:
+                with self._changed:
+                    self._calling_nothing.discard(me)
+                    self._changed.notify_all()
+        self._depth += 1
+        self._excluding += excluding
+
+    def _wait(self, me: int, *, excluding: bool) -> None:
+        """Until nobody else builds and, if excluding, nobody else runs."""
+
+        def free() -> bool:
+            alone = not excluding or self._running.keys() <= self._calling_nothing
+            return alone and self._builder in (None, me)
+
+        if not excluding:
+            self._changed.wait_for(free)
+            return
+        try:
+            self._waiting.add(me)
+            while not self._changed.wait_for(free, timeout=PATIENCE_S):
+                self._waiting.discard(me)
+                self._changed.notify_all()
+                self._changed.wait(PATIENCE_S)
+                self._waiting.add(me)
+        finally:
+            self._waiting.discard(me)
+
+    def _give(self, *, excluding: bool) -> None:
+        with self._changed:
+            self._excluding -= excluding
+            self._depth -= 1
+            if self._depth == 0:
+                self._builder = None
+            self._changed.notify_all()
+
+
+PATIENCE_S = 2.0
+"""How long one who waits to trace keeps others from beginning to run, before they may again for as long at most."""
 
 
 def wait_for_stream() -> None:

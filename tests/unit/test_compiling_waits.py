@@ -112,6 +112,61 @@ def test_two_that_build_from_inside_what_they_run_both_get_their_turn(pool: Thre
         future.result(AT_ONCE_S)
 
 
+def test_captures_wait_for_builders_and_for_no_model(pool: ThreadPoolExecutor) -> None:
+    lock = BuildLock()
+    first, capture = Inside(pool, lock.running), Inside(pool, lock.beside)
+    assert first.is_in()
+    assert capture.is_in()
+    second, builder = Inside(pool, lock.running), Inside(pool, lambda: lock)
+    assert builder.stays_out()
+    second.go.set()
+    first.leave()
+    assert builder.stays_out(), "there is one builder at a time"
+    capture.leave()
+    assert builder.is_in()
+    builder.leave()
+    second.leave()
+
+
+def test_what_is_traced_within_a_capture_keeps_models_out(pool: ThreadPoolExecutor) -> None:
+    lock = BuildLock()
+    with lock.beside():
+        model = Inside(pool, lock.running)
+        assert model.is_in()
+        model.leave()
+        with lock:
+            model = Inside(pool, lock.running)
+            assert model.stays_out()
+        assert model.is_in()
+        model.leave()
+
+
+def test_who_waits_to_build_lets_in_whom_a_running_model_depends_on(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two drafters that sum: the one inside leaves only when the other, kept out, has launched its part."""
+    monkeypatch.setattr(compiling, "PATIENCE_S", 0.05)
+    lock, inside, launched = BuildLock(), threading.Event(), threading.Event()
+
+    def first() -> bool:
+        with lock.running():
+            inside.set()
+            return launched.wait(AT_ONCE_S)
+
+    def second() -> None:
+        with lock.running():
+            launched.set()
+
+    running = pool.submit(first)
+    assert inside.wait(AT_ONCE_S)
+    builder = Inside(pool, lambda: lock)
+    assert builder.stays_out()
+    pool.submit(second).result(AT_ONCE_S)
+    assert running.result(AT_ONCE_S)
+    assert builder.is_in()
+    builder.leave()
+
+
 def test_who_fails_lets_go(pool: ThreadPoolExecutor) -> None:
     lock = BuildLock()
     for enter in (lambda: lock, lock.running):
@@ -157,9 +212,9 @@ def test_who_gives_up_waiting_to_build_holds_nobody_back(
     assert first.is_in()
     waits, wait_for = threading.Event(), lock._changed.wait_for
 
-    def interrupted(holds: Callable[[], bool]) -> bool:
+    def interrupted(holds: Callable[[], bool], timeout: float | None = None) -> bool:
         if waits.is_set():
-            return wait_for(holds)
+            return wait_for(holds, timeout)
         waits.set()
         lock._changed.wait(NOT_YET_S)
         raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class EagerStep:
 
     def warm_up(self) -> None:
         """Nothing to prepare."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """What is held around a run, an evaluation or an update: nobody traces meanwhile."""
+        return BUILD_LOCK.running()
 
     def run(self, num_scored: int, num_blocks: int) -> None:
         """One batch: adds its gradient, sums and counts to the state.

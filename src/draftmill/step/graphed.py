@@ -13,6 +13,7 @@ Capture runs with capture_error_mode="thread_local": other threads may allocate,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -64,6 +65,10 @@ class GraphedStep(CompiledStep):
         """Capture the trunk that another step over the same state has compiled, and warmed up."""
         super().take_over(other)
         self._is_warm = True
+
+    def running(self) -> AbstractContextManager[None]:
+        """Nothing: a replay calls no code that is compiled."""
+        return nullcontext()
 
     def run(self, num_scored: int, num_blocks: int) -> None:
         """Replay one batch. Raises RuntimeError before `warm_up`."""

@@ -184,7 +184,7 @@ class SlotRows:
         self._written_R.add_(1).clamp_(max=max(0, self._uniforms_RL.shape[1] - 1))
 
     def _capture(self) -> None:
-        with BUILD_LOCK:
+        with BUILD_LOCK.beside():
             for _ in range(_WARM_UPS):
                 self._turn.zero_()
                 self._step()

@@ -82,7 +82,7 @@ class GraphedForward:
             room *= 2
         if self._graph is not None:
             _logger.info("target forward captured anew: %d documents in a batch", packing.bounds.shape[0] - 1)
-        with BUILD_LOCK, torch.no_grad():
+        with BUILD_LOCK.beside(), torch.no_grad():
             self._graph, self._outputs = None, []
             self._tokens = torch.zeros_like(tokens_BS)
             self._positions = torch.zeros_like(packing.positions_BS)

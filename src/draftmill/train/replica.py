@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from draftmill.checkpoint.store import Checkpoint
-from draftmill.compiling import BUILD_LOCK
 from draftmill.evaluate.acceptance import acceptance_counts
 from draftmill.pipeline.channel import Slot
 from draftmill.records import BatchKind, HostBatch
@@ -143,7 +142,7 @@ class Replica:
         if self.batch.kind is BatchKind.EMPTY:
             self.state.flat.drop_gradient()
             return
-        with BUILD_LOCK.running():
+        with self.step.running():
             self.step.run(self.num_scored, self.num_blocks)
         self.state.flat.add_gradient()
         self.flops += self.batch_flops
@@ -160,7 +159,7 @@ class Replica:
         self.optimizer.lr.fill_(self.lr)
         # A loss that is not finite voids the update, also where its gradient is finite: the denominator becomes NaN.
         self.state.totals[1] += self.state.totals[0] * 0.0
-        with BUILD_LOCK.running():
+        with self.step.running():
             self.run_update()
 
     def step_result(self) -> StepValues:
@@ -179,7 +178,7 @@ class Replica:
         assert self.batch is not None
         if self.batch.kind is BatchKind.EMPTY:
             return
-        with BUILD_LOCK.running():
+        with self.step.running():
             self.step.evaluate(self.num_scored, self.num_blocks)
         counts = acceptance_counts(self.state.correct_AK, self.state.blocks.slots_A)
         self.heldout_counts[self.batch.bucket] += counts

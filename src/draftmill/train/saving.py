@@ -43,7 +43,7 @@ class Saver:
 
     def prepare(self, writer: Replica) -> None:
         """Make the host buffers for the one replica whose weights are written; the others hold the same."""
-        with BUILD_LOCK:  # pinned memory is not allocated while another worker captures
+        with BUILD_LOCK.beside():  # pinned memory is not allocated while another worker captures
             self.background.prepare(writer.weights(), writer.moments(), writer.average())
         self.writer = writer
 
