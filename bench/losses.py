@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from draftmill.drafter.loss import LossRule, ScoreRows, loss_chunk, score_rows
+from draftmill.drafter.loss import LossRule, RowWork, loss_chunk, place_rows, score_rows, take_rows
 from draftmill.step.bench import DTYPES, GIB, on_own_stream, pick_device, wait_for
 from draftmill.target.head import TargetHead
 
@@ -45,11 +45,18 @@ def contenders(device: torch.device, dtype: torch.dtype, rows: int, vocabulary: 
     head, states, target_states = TargetHead(matrix, matrix), normal(rows, hidden), normal(rows, hidden)
     labels = torch.randint(vocabulary, (rows,), device=device, generator=generator)
     weights = torch.ones(rows, device=device)
-    ways: dict[str, ScoreRows] = {"plain": score_rows}
+    places, slopes = torch.arange(rows, device=device), torch.empty_like(states)
+    ways = {"plain": RowWork(score_rows, take_rows, place_rows)}
     if device.type == "cuda":
         from draftmill.drafter import loss_kernel
 
-        ways["kernel"] = loss_kernel.score_rows
+        ways["kernel"] = loss_kernel.ROW_WORK
+
+    def chunk(rule: LossRule, given: torch.Tensor | None, work: RowWork) -> None:
+        taken = work.take(states, places)
+        *_, found = loss_chunk(taken, given, head, labels, weights, rule, 15, True, work.score)
+        assert found is not None
+        work.place(slopes, places, found)
 
     def products(count: int) -> None:
         for _ in range(count):
@@ -59,9 +66,8 @@ def contenders(device: torch.device, dtype: torch.dtype, rows: int, vocabulary: 
     found: dict[str, Any] = {"products": lambda: products(1), "products, target too": lambda: products(2)}
     for name, rule in RULES.items():
         given = target_states if rule.needs_target else None
-        for way, score in ways.items():
-            arguments = (states, given, head, labels, weights, rule, 15, True, score)
-            found[f"{name} ({way})"] = functools.partial(loss_chunk, *arguments)
+        for way, work in ways.items():
+            found[f"{name} ({way})"] = functools.partial(chunk, rule, given, work)
     return found
 
 
