@@ -65,10 +65,10 @@ class EagerForward:
 
     @torch.no_grad()
     def run(self, tokens_BS: torch.Tensor, packing: Packing | None) -> list[torch.Tensor]:
-        """Token ids [B, S] -> L tensors [B, S, H] on the target's output device."""
+        """Token ids [B, S] -> L tensors [B, S, H] on the target's output device. Waits while another thread traces."""
         inputs = {} if packing is None else packing.inputs(self.by_document)
         device = self.target.output_device
-        with self.target.taps(self.layer_ids) as taps:
+        with BUILD_LOCK.running(), self.target.taps(self.layer_ids) as taps:
             self.target.forward_layers(tokens_BS, **inputs)
             return [taps.outputs[layer].to(device, non_blocking=True) for layer in self.layer_ids]
 
