@@ -64,10 +64,11 @@ def test_figures_of_a_shape(config: Path, named: str, capsys: pytest.CaptureFixt
     assert bench("--model-config", str(source), *OPTIONS, "--device", "cpu", "--json") == 0
     *lines, last = capsys.readouterr().out.splitlines()
     got = json.loads(last)
-    # per layer: keys and values, queries and output, and the MLP; 96 context tokens, 12 blocks of 8
-    keys_values, queries, mlp = 2 * 64 * 32, 2 * 64 * 64, 3 * 64 * 96
+    # per layer: keys and values, queries, output, and the MLP; 96 context tokens, 12 blocks of 8. The first layer
+    # projects 12 given tokens and one mask token, the last one's output and MLP see 12 x 7 of the blocks' tokens
+    keys_values, queries, rest = 2 * 64 * 32, 64 * 64, 64 * 64 + 3 * 64 * 96
     context = 96 * (4 * 3 * 64 * 64 + 6 * 2 * keys_values)
-    blocks = 6 * 96 * 2 * (keys_values + queries + mlp)
+    blocks = 6 * (13 * (keys_values + queries) + 96 * (keys_values + queries + rest) + 84 * rest)
     head = 4 * (12 * 7) * 64 * 512
     # attention depends on the anchors: at least the block itself, at most all that stands before it too
     least, most = (12 * 2 * (96 * seen) * 64 for seen in (8 + 1, 8 + 40))
