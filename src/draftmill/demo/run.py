@@ -24,7 +24,7 @@ from draftmill.demo import smollm2
 from draftmill.drafter.network import Drafter
 from draftmill.evaluate.command import build_drafter, pick_device
 from draftmill.evaluate.prompts import Prompt, read_prompts
-from draftmill.evaluate.report import Row, by_group, for_card, overall
+from draftmill.evaluate.report import Row, best_draft_tokens, by_group, for_card, overall
 from draftmill.evaluate.run import Evaluation, evaluate
 from draftmill.pipeline.collective import Hosts
 from draftmill.target.generate_sampling import Sampling
@@ -64,7 +64,11 @@ RECIPE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo ends with; the fields of its JSON line. tau is the mean over responses."""
+    """What the demo ends with; the fields of its JSON line. tau is the mean over responses, with whole blocks drafted.
+
+    identical                 the fewest answers equal to plain decoding's, whatever the number of drafted tokens
+    draft_tokens              the number of drafted tokens that was fastest; speculative_tokens_per_s is with these
+    """
 
     tau_before: float
     tau_after: float
@@ -77,6 +81,7 @@ class Outcome:
     tau_by_category: dict[str, float]
     accept_by_slot: list[float]
     plain_tokens_per_s: float
+    draft_tokens: int
     speculative_tokens_per_s: float
 
 
@@ -110,15 +115,18 @@ def demo(cache: Path, output: Path | None, device: str, as_json: bool) -> None:
     console.rule("[bold]4 of 4  Evaluation and export")
     source = read_published(str(folder / "run"))
     drafter = build_drafter(source.shape, source.tensors, target)
-    evaluation = decode(console, drafter, target, prompts_for(device), NEW_TOKENS[kind(device)])
-    after = overall(evaluation)[0]
+    whole = drafter.shape.block_size - 1
+    counts = sorted({max(1, drafter.shape.block_size // 2), whole})
+    evaluation = decode(console, drafter, target, prompts_for(device), NEW_TOKENS[kind(device)], counts)
+    by_count = {row.draft_tokens: row for row in overall(evaluation)}
+    after, fastest = by_count[whole], by_count[best_draft_tokens(evaluation) or whole]
     record_evaluation(source.folder, source.shape, source.layout, for_card(evaluation, {"target": "SmolLM2-135M"}))
     exported = export(folder / "run", "zlab", folder / "drafter", dtype="bfloat16")
-    groups = {row.category: row.tau_response_mean for row in by_group(evaluation, after.draft_tokens)}
+    groups = {row.category: row.tau_response_mean for row in by_group(evaluation, whole)}
     outcome = Outcome(
         tau_before=known(before.tau_response_mean),
         tau_after=known(after.tau_response_mean),
-        identical=after.identical or 0,
+        identical=min(row.identical or 0 for row in by_count.values()),
         prompts=after.answers,
         train_steps=steps,
         train_tokens_per_s=tokens_per_s,
@@ -127,7 +135,8 @@ def demo(cache: Path, output: Path | None, device: str, as_json: bool) -> None:
         tau_by_category={name: tau for name, tau in groups.items() if tau is not None and name != "all"},
         accept_by_slot=after.accept_by_slot,
         plain_tokens_per_s=known(after.plain_tokens_per_s),
-        speculative_tokens_per_s=known(after.speculative_tokens_per_s),
+        draft_tokens=fastest.draft_tokens,
+        speculative_tokens_per_s=known(fastest.speculative_tokens_per_s),
     )
     console.print(summary(outcome, device))
     console.print(closing(outcome, model))
@@ -186,10 +195,12 @@ def train_with_progress(console: Console, config: Config) -> tuple[int, float]:
 
 def measure(console: Console, drafter: Drafter, target: Target, prompts: list[Prompt], new_tokens: int) -> Row:
     """The figures of one evaluation with the whole block drafted."""
-    return overall(decode(console, drafter, target, prompts, new_tokens))[0]
+    return overall(decode(console, drafter, target, prompts, new_tokens, [drafter.shape.block_size - 1]))[0]
 
 
-def decode(console: Console, drafter: Drafter, target: Target, prompts: list[Prompt], new_tokens: int) -> Evaluation:
+def decode(
+    console: Console, drafter: Drafter, target: Target, prompts: list[Prompt], new_tokens: int, draft_tokens: list[int]
+) -> Evaluation:
     """Plain and speculative greedy decoding of the prompts, in float32, under a progress bar."""
     with Progress(TextColumn("prompt"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task("decoding", total=len(prompts))
@@ -198,7 +209,7 @@ def decode(console: Console, drafter: Drafter, target: Target, prompts: list[Pro
             target,
             prompts,
             sampling=Sampling(max_new_tokens=new_tokens),
-            draft_tokens=[drafter.shape.block_size - 1],
+            draft_tokens=draft_tokens,
             progress=lambda done, total, _trial: bar.update(task, completed=done, total=total),
         )
 
@@ -224,7 +235,11 @@ def summary(outcome: Outcome, device: str) -> Table:
         *((f"  {name}", f"{tau:.2f}", "prompts of this kind") for name, tau in outcome.tau_by_category.items()),
         ("slots accepted", " ".join(f"{share:.0%}" for share in outcome.accept_by_slot), "1st, 2nd, ... drafted"),
         ("plain decoding", f"{outcome.plain_tokens_per_s:.1f} tok/s", "one token a step, float32"),
-        ("speculative", f"{outcome.speculative_tokens_per_s:.1f} tok/s", f"{speedup:.2f} times as fast"),
+        (
+            "speculative",
+            f"{outcome.speculative_tokens_per_s:.1f} tok/s",
+            f"{speedup:.2f} times as fast, {outcome.draft_tokens} drafted a step",
+        ),
         (
             "output identical",
             f"{outcome.identical}/{outcome.prompts}",
