@@ -18,6 +18,7 @@ from draftmill.records import Blocks
 from draftmill.step.choose import build_step
 from draftmill.step.eager import EagerStep
 from draftmill.step.state import StepShape, StepState
+from draftmill.target import step_graphed
 from draftmill.target.features import TapsReplica
 from draftmill.target.head import TargetHead
 from draftmill.target.model import OUTPUT, Target
@@ -216,6 +217,36 @@ def test_a_run_has_the_losses_of_the_cpu(
     devices = (f"drafter.devices=[cuda:{int(apart)}]", "target.devices=[cuda:0]", f"drafter.step={step}")
     train(config_of(world, f"run.dir={tmp_path / 'cpu'}", *common), console=False)
     train(config_of(world, f"run.dir={tmp_path / 'cuda'}", *common, *devices), console=False)
+    expected, losses = (
+        [line["loss"] for line in metrics_of(tmp_path / where) if "loss" in line] for where in ("cpu", "cuda")
+    )
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("step", ["compiled", "graphed"])
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_a_target_may_be_captured_anew_in_the_midst_of_a_run(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, drafters: int
+) -> None:
+    """A capture waits for the device, where drafters that sum over one another are at work."""
+    if torch.cuda.device_count() < drafters:
+        pytest.skip("needs two CUDA devices")
+    captures: list[int] = []
+    capture = step_graphed.GraphedForward._capture
+
+    def counted(self: Any, tokens_BS: torch.Tensor, packing: Any) -> None:
+        captures.append(len(packing.bounds))
+        capture(self, tokens_BS, packing)
+
+    monkeypatch.setattr(step_graphed, "LEAST_ROOM", 1)
+    monkeypatch.setattr(step_graphed.GraphedForward, "_capture", counted)
+    common = ("train.epochs=4", "data.batching=packed", "data.token_budget=128")
+    places = ", ".join(f"cuda:{index}" for index in range(drafters))
+    devices = (f"drafter.devices=[{places}]", "target.devices=[cuda:0]", f"drafter.step={step}", "target.step=graphed")
+    on_cpu = (f"drafter.devices=[{', '.join(['cpu'] * drafters)}]",)
+    train(config_of(world, f"run.dir={tmp_path / 'cpu'}", *common, *on_cpu), console=False)
+    train(config_of(world, f"run.dir={tmp_path / 'cuda'}", *common, *devices), console=False)
+    assert max(captures) > captures[0]
     expected, losses = (
         [line["loss"] for line in metrics_of(tmp_path / where) if "loss" in line] for where in ("cpu", "cuda")
     )
