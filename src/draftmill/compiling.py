@@ -2,8 +2,8 @@
 
 Dynamo is not thread-safe: it compiles one thing at a time, and while it traces, compiled code that another thread calls
 raises, for the mark of tracing is the process's. Nor may a captured graph see another thread's set-up. So whoever
-compiles, warms up or captures holds the lock, and whoever runs a model says so: the one waits for the other. Owns no
-model and no step.
+compiles, warms up or captures holds the lock, and whoever runs a model says so: it and what traces wait for each other.
+Owns no model and no step.
 """
 
 from __future__ import annotations
@@ -77,20 +77,25 @@ class BuildLock:
 
     def _take(self, *, excluding: bool) -> None:
         me = threading.get_ident()
-        if self._builder != me or (excluding and not self._excluding):
+        with self._changed:
+            if self._builder == me and (self._excluding or not excluding):
+                self._hold(me, excluding=excluding)
+                return
+            self._calling_nothing.add(me)
+            self._changed.notify_all()
+        try:
+            if excluding and me in self._running:  # while the others still launch what its stream may wait for
+                wait_for_stream()
             with self._changed:
-                self._calling_nothing.add(me)
+                self._wait(me, excluding=excluding)
+                self._hold(me, excluding=excluding)  # at once, or a model would begin in between
+        finally:
+            with self._changed:
+                self._calling_nothing.discard(me)
                 self._changed.notify_all()
-            try:
-                if excluding and me in self._running:  # while the others still launch what its stream may wait for
-                    wait_for_stream()
-                with self._changed:
-                    self._wait(me, excluding=excluding)
-                    self._builder = me
-            finally:
-                with self._changed:
-                    self._calling_nothing.discard(me)
-                    self._changed.notify_all()
+
+    def _hold(self, me: int, *, excluding: bool) -> None:
+        self._builder = me
         self._depth += 1
         self._excluding += excluding
 

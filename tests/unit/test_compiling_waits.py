@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,6 +95,26 @@ def test_a_thread_may_build_what_it_runs_and_run_what_it_builds() -> None:
         pass
     with ThreadPoolExecutor(1) as pool:
         Inside(pool, lambda: lock).leave()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_nobody_can_begin_to_run_between_taking_the_lock_and_holding_it(
+    monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """Whenever others are told to look, whoever has the lock for tracing keeps models out already."""
+    lock = BuildLock()
+    seen: list[tuple[bool, int]] = []
+    tell = lock._changed.notify_all
+
+    def told() -> None:
+        seen.append((lock._builder is not None, lock._excluding))
+        tell()
+
+    with lock.beside() if within else nullcontext():
+        monkeypatch.setattr(lock._changed, "notify_all", told)
+        with lock:
+            inside = list(seen)
+    assert inside[-1] == (True, 1)
 
 
 def test_two_that_build_from_inside_what_they_run_both_get_their_turn(pool: ThreadPoolExecutor) -> None:
