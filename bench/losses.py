@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from draftmill.drafter.loss import LossRule, RowWork, loss_chunk, place_rows, score_rows, take_rows
+from draftmill.drafter.loss import ROW_WORK, LossRule, RowWork, loss_chunk
 from draftmill.step.bench import DTYPES, GIB, on_own_stream, pick_device, wait_for
 from draftmill.target.head import TargetHead
 
@@ -46,7 +46,7 @@ def contenders(device: torch.device, dtype: torch.dtype, rows: int, vocabulary: 
     labels = torch.randint(vocabulary, (rows,), device=device, generator=generator)
     weights = torch.ones(rows, device=device)
     places, slopes = torch.arange(rows, device=device), torch.empty_like(states)
-    ways = {"plain": RowWork(score_rows, take_rows, place_rows)}
+    ways = {"plain": ROW_WORK}
     if device.type == "cuda":
         from draftmill.drafter import loss_kernel
 

@@ -83,9 +83,7 @@ TINY_SIZES = {
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "median ms": lambda row: f"{row['median_ms']:.1f}",
     "min ms": lambda row: f"{row['min_ms']:.1f}",
-    "TFLOP/s": lambda row: f"{row['useful_tflops']:.4g}",
-    "ceiling": lambda row: f"{100 * row['ceiling_share']:.1f}%",
-    "GiB": lambda row: f"{row['peak_gib']:.1f}",
+    **table.RATES,
     "loss diff": lambda row: f"{row['loss_difference']:.1e}",
     "norm diff": lambda row: f"{row['grad_norm_difference']:.1e}",
     "alone": lambda row: "alone" if row["alone"] else "",

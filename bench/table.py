@@ -14,6 +14,12 @@ import transformers
 from provenance import commit, version
 
 WIDTH = 11
+RATES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "TFLOP/s": lambda row: f"{row['useful_tflops']:.4g}",
+    "ceiling": lambda row: f"{100 * row['ceiling_share']:.1f}%",
+    "GiB": lambda row: f"{row['peak_gib'] or 0.0:.1f}",
+}
+"""Columns of every table."""
 
 
 def head(bench: str, options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:

@@ -234,9 +234,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "median ms": lambda row: f"{row['median_ms']:.2f}",
     "min ms": lambda row: f"{row['min_ms']:.2f}",
     "launch ms": lambda row: f"{row['launch_ms']:.2f}",
-    "TFLOP/s": lambda row: f"{row['useful_tflops']:.4g}",
-    "ceiling": lambda row: f"{100 * row['ceiling_share']:.1f}%",
-    "GiB": lambda row: f"{row['peak_gib'] or 0.0:.1f}",
+    **table.RATES,
     "differs": lambda row: "" if row["difference"] is None else f"{row['difference']:.1e}",
     "build s": lambda row: f"{row['build_s']:.1f}",
 }

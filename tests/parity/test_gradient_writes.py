@@ -97,11 +97,10 @@ def test_the_trunk_stays_one_graph() -> None:
     assert dict(torch._dynamo.utils.counters["graph_break"]) == before
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_step_without_a_batch_has_no_gradient(accumulate: bool) -> None:
-    """Not that of the step before."""
-    state = small_state(overwrite=True)
-    if accumulate:
+def after_a_batch(*, overwrite: bool, sums_apart: bool) -> Replica:
+    """A replica within a step whose first batch was run."""
+    state = small_state(overwrite=overwrite)
+    if sums_apart:
         state.flat.sum_in_float32()
     optimizer = FlatAdamW(state.flat, TrainConfig())
     replica = Replica(state, build_step("eager", state, optimizer), optimizer, lambda _: 1e-3, 1)
@@ -109,6 +108,13 @@ def test_a_step_without_a_batch_has_no_gradient(accumulate: bool) -> None:
     replica.batch, replica.num_scored, replica.num_blocks = _batch(BatchKind.TRAIN), SCORED, ANCHORS
     ready(state)
     replica.accumulate()
+    return replica
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_step_without_a_batch_has_no_gradient(accumulate: bool) -> None:
+    """Not that of the step before."""
+    replica = after_a_batch(overwrite=True, sums_apart=accumulate)
     assert all(part.any() for part in replica.reducible())
     replica.begin()
     replica.batch = _batch(BatchKind.EMPTY)
@@ -120,14 +126,7 @@ def test_a_step_without_a_batch_has_no_gradient(accumulate: bool) -> None:
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_empty_batch_takes_nothing_from_the_batches_before_it(overwrite: bool) -> None:
     """As in the last step of a run, where one drafter may have a batch and then none."""
-    state = small_state(overwrite=overwrite)
-    state.flat.sum_in_float32()
-    optimizer = FlatAdamW(state.flat, TrainConfig())
-    replica = Replica(state, build_step("eager", state, optimizer), optimizer, lambda _: 1e-3, 1)
-    replica.begin()
-    replica.batch, replica.num_scored, replica.num_blocks = _batch(BatchKind.TRAIN), SCORED, ANCHORS
-    ready(state)
-    replica.accumulate()
+    replica = after_a_batch(overwrite=overwrite, sums_apart=True)
     expected = replica.reducible()[0].clone()
     assert expected.norm() > 0
     replica.batch = _batch(BatchKind.EMPTY)

@@ -27,6 +27,7 @@ from draftmill.checkpoint.durable import read_json
 from draftmill.checkpoint.store import Tensors
 from draftmill.drafter import Drafter, DrafterShape
 from draftmill.drafter.attention import dense_attention
+from draftmill.drafter.network import spread_blocks
 from draftmill.drafter.rope import Rotary
 from draftmill.drafter.shape import check_layer_ids
 from draftmill.errors import InputError
@@ -129,12 +130,11 @@ def probes(shape: DrafterShape, seed: int = 0) -> list[Probe]:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)
 
-    size = shape.hidden_size
     length = min(CONTEXT_TOKENS, shape.max_position_embeddings - shape.block_size) + shape.block_size
     return [
         Probe(
             features=random(length - shape.block_size, shape.feature_size),
-            embeddings=torch.cat([random(1, size), random(1, size).expand(shape.block_size - 1, -1)]),
+            embeddings=spread_blocks(random(2, shape.hidden_size), shape.block_size),
             positions=torch.arange(first, first + length),
             head=random(HEAD_ROWS, shape.hidden_size) / shape.hidden_size**0.5,
         )

@@ -201,16 +201,16 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
 
     target = settings.target
     looks_like_path = target.startswith((".", "/", "~")) or target.count("/") > 1
-    if looks_like_path and not Path(target).expanduser().is_dir():
-        raise InputError(f"no model folder at {target}; give a folder or a hub id as --target")
     folder = Path(target).expanduser()
+    if looks_like_path and not folder.is_dir():
+        raise InputError(f"no model folder at {target}; give a folder or a hub id as --target")
     if folder.is_dir() and not any((folder / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {target} holds no model ({', '.join(_MODEL_FILES)}); give another as --target")
     if folder.is_dir() and settings.revision is not None:
         raise InputError(f"--revision {settings.revision} is of the hub, and {target} is a folder; leave one out")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(Path(target).expanduser()) if looks_like_path else target,
+            str(folder) if looks_like_path else target,
             revision=settings.revision,
             trust_remote_code=settings.trust_remote_code,
         )

@@ -116,7 +116,7 @@ def demo(cache: Path, output: Path | None, device: str, as_json: bool) -> None:
     source = read_published(str(folder / "run"))
     drafter = build_drafter(source.shape, source.tensors, target)
     whole = drafter.shape.block_size - 1
-    counts = sorted({max(1, drafter.shape.block_size // 2), whole})
+    counts = sorted({drafter.shape.block_size // 2, whole})
     evaluation = decode(console, drafter, target, prompts_for(device), NEW_TOKENS[kind(device)], counts)
     by_count = {row.draft_tokens: row for row in overall(evaluation)}
     after, fastest = by_count[whole], by_count[best_draft_tokens(evaluation) or whole]

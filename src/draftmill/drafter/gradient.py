@@ -3,7 +3,7 @@
 Autograd makes each gradient apart and adds it to a buffer that was cleared before: three more passes over as many bytes
 as there are weights. Here a product's result goes straight into that buffer, and autograd is told of no gradient.
 
-Both operators can be compiled and captured: they change a tensor that is given, and the compiler keeps it in place.
+The operator can be compiled and captured: it changes a tensor that is given, and the compiler keeps it in place.
 """
 
 from __future__ import annotations
@@ -12,31 +12,20 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("draftmill", "FRAGMENT")
-_LIBRARY.define("write_product(Tensor(a!) into, Tensor left, Tensor right) -> ()")
-_LIBRARY.define("add_product(Tensor(a!) into, Tensor left, Tensor right) -> ()")
 
-
-def _write_product(into_MK: torch.Tensor, left_NM: torch.Tensor, right_NK: torch.Tensor) -> None:
-    torch.mm(left_NM.t(), right_NK, out=into_MK)
-
-
-def _add_product(into_MK: torch.Tensor, left_NM: torch.Tensor, right_NK: torch.Tensor) -> None:
-    into_MK.addmm_(left_NM.t(), right_NK)
-
-
-_LIBRARY.impl("write_product", _write_product, "CompositeExplicitAutograd")
-_LIBRARY.impl("add_product", _add_product, "CompositeExplicitAutograd")
-torch.library.register_fake("draftmill::write_product", lambda *_: None, lib=_LIBRARY)
-torch.library.register_fake("draftmill::add_product", lambda *_: None, lib=_LIBRARY)
-
-
-def take_product(into_MK: torch.Tensor, adds: bool, left_NM: torch.Tensor, right_NK: torch.Tensor) -> None:
+def _take_product(into_MK: torch.Tensor, adds: bool, left_NM: torch.Tensor, right_NK: torch.Tensor) -> None:
     """into_MK becomes, or with `adds` grows by, left_NM transposed times right_NK."""
     if adds:
-        torch.ops.draftmill.add_product(into_MK, left_NM, right_NK)
+        into_MK.addmm_(left_NM.t(), right_NK)
     else:
-        torch.ops.draftmill.write_product(into_MK, left_NM, right_NK)
+        torch.mm(left_NM.t(), right_NK, out=into_MK)
+
+
+_LIBRARY = torch.library.Library("draftmill", "FRAGMENT")
+_LIBRARY.define("take_product(Tensor(a!) into, bool adds, Tensor left, Tensor right) -> ()")
+_LIBRARY.impl("take_product", _take_product, "CompositeExplicitAutograd")
+torch.library.register_fake("draftmill::take_product", lambda *_: None, lib=_LIBRARY)
+take_product = torch.ops.draftmill.take_product
 
 
 def linear_into(x: torch.Tensor, weight: torch.Tensor, gradient_MK: torch.Tensor, adds: bool) -> torch.Tensor:

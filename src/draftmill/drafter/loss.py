@@ -324,3 +324,6 @@ def d_pace_weights(cross_entropy_AK: torch.Tensor, supervised_AK: torch.Tensor, 
     smooth = (1.0 - alpha) * torch.exp(-cross_entropy_AK) + alpha
     prefix = torch.where(supervised_AK, smooth, 1.0).cumprod(dim=1) * supervised_AK
     return prefix.flip(1).cumsum(1).flip(1) * supervised_AK
+
+
+ROW_WORK = RowWork(score_rows, take_rows, place_rows)

@@ -24,7 +24,7 @@ from draftmill.drafter.float8 import (
     round_float8,
     scaled_to,
 )
-from draftmill.drafter.loss import LossRule, RowScores, first_largest, score_rows
+from draftmill.drafter.loss import ROW_WORK, LossRule, RowScores, first_largest, score_rows
 from draftmill.target.head import TargetHead, shape_logits
 
 SHARE_UNIT = torch.finfo(VALUES).max
@@ -119,3 +119,6 @@ def score_rows_float8(
         rule.cross_entropy / (SHARE_UNIT * total),
         rule.cross_entropy * label_slope / total,
     )
+
+
+ROW_WORK_FLOAT8 = ROW_WORK._replace(score=score_rows_float8)

@@ -397,4 +397,4 @@ def _options(logits: torch.Tensor, rule: LossRule, softcap: float | None, with_s
 
 
 ROW_WORK = RowWork(score_rows, take_rows, place_rows)
-ROW_WORK_FLOAT8 = RowWork(score_rows_float8, take_rows, place_rows)
+ROW_WORK_FLOAT8 = ROW_WORK._replace(score=score_rows_float8)

@@ -22,17 +22,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from draftmill.compiling import BUILD_LOCK, own_code
 from draftmill.drafter.attention import Attention, dense_attention, flex_masked_attention, per_document_attention
-from draftmill.drafter.loss import (
-    RowWork,
-    block_tokens,
-    loss_chunk,
-    place_rows,
-    score_rows,
-    scored_rows,
-    take_rows,
-    target_places,
-)
-from draftmill.drafter.loss_float8 import score_rows_float8
+from draftmill.drafter.loss import ROW_WORK, block_tokens, loss_chunk, scored_rows, target_places
+from draftmill.drafter.loss_float8 import ROW_WORK_FLOAT8
 from draftmill.drafter.mask import TileLists
 from draftmill.records import Blocks
 from draftmill.step.state import StepState
@@ -49,7 +40,7 @@ class EagerStep:
     def __init__(self, state: StepState, attention: AttentionChoice | None = None) -> None:
         """attention: how the layers attend; by default document by document on a CPU, dense on CUDA."""
         self.state = state
-        self.row_work = RowWork(score_rows if state.float8 is None else score_rows_float8, take_rows, place_rows)
+        self.row_work = ROW_WORK if state.float8 is None else ROW_WORK_FLOAT8
         size = state.drafter_shape
         slots = size.block_size - 1
         # Under D-PACE a chunk holds whole blocks.
