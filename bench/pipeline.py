@@ -172,6 +172,7 @@ def against(options: argparse.Namespace, rig: Rig, ours: float, name: str) -> di
     seat, device = rig.drafters[0], rig.drafters[0].device
     rig.in_threads([seat], lambda it: setattr(it, "replica", PeerReplica(rig.setup, device, name)))
     rig.race(batches, warm_up)  # the same ones: a shape is compiled for when it first comes
+    seat.replica.compiling = False
     piped = rig.race(batches, warm_up)
     say(f"pipeline with {name}'s step: {piped.rate:.2f} Ktok/s")
     rig.forget_drafters()

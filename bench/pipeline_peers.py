@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -185,11 +186,15 @@ BARS = {"specforge": 1.4, "speculators": 1.2}
 
 
 class PeerReplica:
-    """A peer's step as the pipeline runs a drafter. Its update is part of its step."""
+    """A peer's step as the pipeline runs a drafter. Its update is part of its step.
+
+    compiling: whether its steps may be traced, beside which no model may run.
+    """
 
     def __init__(self, setup: Setup, device: torch.device, peer: str) -> None:
         recompiling_allowed()
         self.step: PeerStep = PEERS[peer](setup, device)
+        self.compiling = True
 
     def load(self, slot: Slot, draw: int) -> None:
         """Take the slot's batch."""
@@ -201,7 +206,8 @@ class PeerReplica:
         """Its optimizer clears its gradients."""
 
     def accumulate(self) -> None:
-        self.step.run()
+        with BUILD_LOCK if self.compiling else nullcontext():
+            self.step.run()
 
     def reducible(self) -> list[torch.Tensor]:
         return []

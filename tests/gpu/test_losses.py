@@ -240,7 +240,7 @@ def test_a_target_may_be_captured_anew_in_the_midst_of_a_run(
 
     monkeypatch.setattr(step_graphed, "LEAST_ROOM", 1)
     monkeypatch.setattr(step_graphed.GraphedForward, "_capture", counted)
-    common = ("train.epochs=4", "data.batching=packed", "data.token_budget=128")
+    common = ("train.epochs=4", "data.batching=packed", "data.token_budget=128", "target.dtype=bfloat16")
     places = ", ".join(f"cuda:{index}" for index in range(drafters))
     devices = (f"drafter.devices=[{places}]", "target.devices=[cuda:0]", f"drafter.step={step}", "target.step=graphed")
     on_cpu = (f"drafter.devices=[{', '.join(['cpu'] * drafters)}]",)
@@ -250,4 +250,4 @@ def test_a_target_may_be_captured_anew_in_the_midst_of_a_run(
     expected, losses = (
         [line["loss"] for line in metrics_of(tmp_path / where) if "loss" in line] for where in ("cpu", "cuda")
     )
-    assert losses == pytest.approx(expected, rel=2e-2)
+    assert losses == pytest.approx(expected, rel=3e-2)

@@ -109,3 +109,14 @@ def test_embeddings_in_bfloat16_are_the_targets_own_bit_for_bit(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_causal(kind: str) -> None:
     check_causal(tiny_target(kind), TAPS)
+
+
+def test_caps_on_scores_are_not_left_out() -> None:
+    """Transformers 5.17 loads Gemma 2 with an attention that has none."""
+    model = tiny_model("gemma2")
+    tokens = random_tokens(3, LENGTH)
+    expected = hidden_states(model, tokens)[-1]
+    for config in (model.config, model.model.config):
+        config._attn_implementation_internal = "sdpa"
+    assert not torch.allclose(hidden_states(model, tokens)[-1], expected, atol=1e-5), "the cap makes a difference"
+    assert torch.equal(hidden_states(Target(model).model, tokens)[-1], expected)

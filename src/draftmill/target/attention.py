@@ -157,6 +157,12 @@ def document_attention(
     if uses_flash(q, v, softcap):
         out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scale, sliding_window, s_aux)
     else:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"attention by document is captured for bfloat16 and float16 heads of at most {FLASH_HEAD_DIM} without "
+                f"capped scores, got {str(q.dtype).removeprefix('torch.')} heads of {max(q.shape[-1], v.shape[-1])}"
+                f"{'' if softcap is None else ', capped'}; use target.step=eager or auto"
+            )
         out = reference_attention(q, k, v, cu_seq_lens_q.tolist(), scale, sliding_window, softcap, s_aux)
     return out.view(batch, length, out.shape[1], out.shape[2]), None
 

@@ -41,6 +41,7 @@ class Target:
         self.model = model
         self.tokenizer = tokenizer
         self.config = model.config
+        _cap_scores(model)
         model.eval().requires_grad_(False)
         self.decoder = find_decoder(model)
         self.layers_path = layers_path or find_decoder_layers(model)
@@ -145,6 +146,13 @@ class Target:
         Right padding needs no attention mask: under a causal target no real token sees it.
         """
         self.decoder(input_ids=tokens_BS, use_cache=False, **inputs)
+
+
+def _cap_scores(model: Any) -> None:
+    """Away from an attention without the cap on scores (Gemma 2), which transformers 5.17 chooses for it."""
+    text = model.config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 def find_decoder(model: Any) -> Any:

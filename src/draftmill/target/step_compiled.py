@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 from torch.fx.experimental import _config as shape_config
 
@@ -102,8 +103,12 @@ class _LayerKind:
         for tensor in _tensors((hidden_states, arguments, options)):
             _mark(tensor, rows, None if self.owner.packed_length else length)
         breaks = torch._dynamo.utils.counters["graph_break"]
-        # sizes that are equal in this batch are equal by chance
-        with BUILD_LOCK, shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        # Sizes that are equal in this batch are equal by chance, and padding would guard on how large they are.
+        with (
+            BUILD_LOCK,
+            shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+            inductor_config.patch(shape_padding=False),
+        ):
             before = sum(breaks.values())
             out = compiled(layer, hidden_states, *arguments, **options)
             if sum(breaks.values()) > before:
