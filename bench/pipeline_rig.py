@@ -21,7 +21,7 @@ import torch.distributed as dist
 from draftmill.data.loader import Loader
 from draftmill.monitor.heartbeat import Heartbeat
 from draftmill.pipeline.channel import Channel
-from draftmill.pipeline.collective import Collective
+from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
@@ -255,6 +255,8 @@ class _Race:
         self.channels: dict[int, Channel] = {}
         self.beats: list[Heartbeat] = []
         self.store = dist.HashStore() if num_drafters > 1 else None
+        self.gate = Gate(num_drafters)
+        self.supervisor.on_close(self.gate.close)
 
     def add_channel(self, number: int, device: torch.device) -> Channel:
         setup = self.setup
@@ -276,7 +278,12 @@ class _Race:
 
         def join(built: Callable[[int], None]) -> Collective:
             collective = Collective(
-                self.store, index if summed else 0, size, seat.device, closed=lambda: self.supervisor.closed
+                self.store,
+                index if summed else 0,
+                size,
+                seat.device,
+                gate=self.gate,
+                closed=lambda: self.supervisor.closed,
             )
             self.supervisor.on_close(collective.close)
             return collective

@@ -336,4 +336,5 @@ def test_float8_layers_are_near_bfloat16(how: str) -> None:
     for without, ours, expected in zip(*found, strict=True):
         rounding = (expected.float() - without.float()).norm()
         assert rounding < 0.25 * without.float().norm()
-        assert (ours.float() - expected.float()).norm() < 0.5 * rounding
+        # two roundings that know nothing of one another would lie 1.4 times as far apart as each from what is rounded
+        assert (ours.float() - expected.float()).norm() < rounding

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from draftmill.errors import InputError
 from draftmill.pipeline.channel import ChannelClosed
-from draftmill.pipeline.collective import Collective, Hosts
+from draftmill.pipeline.collective import Collective, Gate, Hosts
 from draftmill.pipeline.meeting import Meeting
 
 CPU = torch.device("cpu")
@@ -52,6 +52,62 @@ def test_sums_are_over_all_drafters_in_float_and_integers() -> None:
     assert all(torch.equal(value, torch.tensor([3, 3 * 2**40])) for value in integers)
     for one in group:
         one.close()
+
+
+def test_nobody_sums_before_all_of_a_process_have_come() -> None:
+    """Time after time; the last one to come does not wait."""
+    gate, passed = Gate(3), [0, 0, 0]
+    come = [threading.Semaphore(0) for _ in range(3)]
+
+    def drafter(rank: int) -> None:
+        for _ in range(4):
+            come[rank].acquire()
+            gate.meet()
+            passed[rank] += 1
+
+    threads = [start(lambda rank=rank: drafter(rank)) for rank in range(3)]
+    for turn, last in enumerate((2, 0, 1, 2)):
+        others = [rank for rank in range(3) if rank != last]
+        for rank in others:
+            come[rank].release()
+        time.sleep(0.05)
+        assert passed == [turn] * 3
+        come[last].release()
+        deadline = time.monotonic() + SOON_S
+        while passed != [turn + 1] * 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert passed == [turn + 1] * 3
+    for thread in threads:
+        thread.join(SOON_S)
+        assert not thread.is_alive()
+
+
+def test_who_waits_at_the_gate_is_let_go_when_the_run_ends() -> None:
+    gate, told = Gate(2), []
+
+    def wait() -> None:
+        try:
+            gate.meet()
+        except ChannelClosed:
+            told.append("closed")
+
+    thread = start(wait)
+    time.sleep(0.05)
+    gate.close()
+    thread.join(SOON_S)
+    assert told == ["closed"]
+    with pytest.raises(ChannelClosed):
+        collectives_behind(gate)[0].sum_(torch.ones(1))
+
+
+def collectives_behind(gate: Gate) -> list[Collective]:
+    store, made = dist.HashStore(), {}
+    threads = [
+        start(lambda rank=rank: made.__setitem__(rank, Collective(store, rank, 2, CPU, gate=gate))) for rank in range(2)
+    ]
+    for thread in threads:
+        thread.join(SOON_S)
+    return [made[rank] for rank in range(2)]
 
 
 def test_who_leaves_ends_the_others_waiting() -> None:

@@ -71,6 +71,39 @@ def hosts_store(hosts: Hosts) -> dist.Store | None:
     return dist.PrefixStore(f"draftmill/{hosts.restarts}", store)
 
 
+class Gate:
+    """Where a process's drafters meet before each sum, so that none launches it before all have launched their work.
+
+    An NCCL kernel holds its device until the others' have come. Whatever waits for that device meanwhile, as loading a
+    kernel that is used for the first time may, or stands behind it in one of the device's few queues, waits too; and
+    where a target shares the device, that may be what another drafter needs to come at all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._arrived = 0
+        self._closed = False
+
+    def meet(self) -> None:
+        """Wait for all of them. Raises ChannelClosed."""
+        with self._changed:
+            if self._closed:
+                raise ChannelClosed
+            self._arrived += 1
+            due = -(-self._arrived // self._size) * self._size
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._arrived >= due)
+            if self._arrived < due:
+                raise ChannelClosed
+
+    def close(self) -> None:
+        """Let go of those who wait for one that does not come. Can be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class Collective:
     """One drafter's end of the group of all drafters. Made and used in its worker thread; any thread may close it."""
 
@@ -81,17 +114,19 @@ class Collective:
         size: int,
         device: torch.device,
         *,
+        gate: Gate | None = None,
         closed: Callable[[], bool] = lambda: False,
         built: Callable[[int], None] = lambda num_built: None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Waits until all drafters are there.
 
-        rank, size: this drafter's number among all drafters, and how many there are. closed: whether the run is ending.
+        rank, size: this drafter's number among all drafters, and how many there are. gate: where those of this process
+        meet before a sum, None for one that is alone here. closed: whether the run is ending.
         built: told how many are built, whenever more are.
         Raises RuntimeError, naming them, where drafters do not come in time; ChannelClosed where the run ends.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._gate = rank, size, gate
         self._group: Any = None
         self._lock = threading.Lock()
         self._in_flight = self._closed = False
@@ -121,6 +156,8 @@ class Collective:
         """
         if self.size == 1:
             return
+        if self._gate is not None:
+            self._gate.meet()
         with self._lock:
             if self._closed:
                 raise ChannelClosed

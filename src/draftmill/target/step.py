@@ -62,6 +62,7 @@ class EagerForward:
     def __init__(self, target: Target, layer_ids: Sequence[int], by_document: bool = False) -> None:
         """by_document: whether packed rows run under the document attention, as `prepare_packing` found."""
         self.target, self.layer_ids, self.by_document = target, tuple(layer_ids), by_document
+        self._aside: dict[torch.device, torch.cuda.Stream] = {}
 
     @torch.no_grad()
     def run(self, tokens_BS: torch.Tensor, packing: Packing | None) -> list[torch.Tensor]:
@@ -70,7 +71,24 @@ class EagerForward:
         device = self.target.output_device
         with BUILD_LOCK.running(), self.target.taps(self.layer_ids) as taps:
             self.target.forward_layers(tokens_BS, **inputs)
-            return [taps.outputs[layer].to(device, non_blocking=True) for layer in self.layer_ids]
+            return [self._on(device, taps.outputs[layer]) for layer in self.layer_ids]
+
+    def _on(self, device: torch.device, features: torch.Tensor) -> torch.Tensor:
+        """Features of a group's earlier device on its last one.
+
+        A copy waits for all that its destination has yet to do. On a stream of its own, so that the device goes on with
+        the next batch meanwhile.
+        """
+        source = features.device
+        if source == device or source.type != "cuda":
+            return features.to(device, non_blocking=True)
+        if source not in self._aside:
+            self._aside[source] = torch.cuda.Stream(source)
+        aside = self._aside[source]
+        aside.wait_stream(torch.cuda.current_stream(source))
+        features.record_stream(aside)
+        with torch.cuda.stream(aside):
+            return features.to(device, non_blocking=True)
 
     def apply(self) -> None:
         """Nothing to change."""

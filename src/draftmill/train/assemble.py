@@ -17,7 +17,7 @@ from draftmill.data.loader import Loader
 from draftmill.monitor.heartbeat import Heartbeat
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.channel import Channel
-from draftmill.pipeline.collective import Collective
+from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.features import FeatureCache
 from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, WorkerFailed
 from draftmill.pipeline.team import Team
@@ -182,7 +182,8 @@ def _drafter_workers(
 ) -> list[DrafterWorker]:
     setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
-    decision = Decision()
+    decision, gate = Decision(), Gate(len(setup.placement.drafters))
+    supervisor.on_close(gate.close)
 
     def build(number: int, device: torch.device) -> Replica:
         replica = built_and_run(
@@ -192,7 +193,9 @@ def _drafter_workers(
         return replica
 
     def join(number: int, device: torch.device, built: Callable[[int], None]) -> Collective:
-        collective = Collective(store, number, num_drafters, device, closed=lambda: supervisor.closed, built=built)
+        collective = Collective(
+            store, number, num_drafters, device, gate=gate, closed=lambda: supervisor.closed, built=built
+        )
         supervisor.on_close(collective.close)
         return collective
 
