@@ -20,13 +20,17 @@ TOKENS = random_tokens(2, 8)
 APPLIED: list[str] = []
 
 
-def way(name: str, sleep_s: float = 0.0, off: float = 0.0, error: Exception | None = None) -> type:
-    """A forward that is slow, wrong or broken as told, and notes when the target is changed."""
+def way(name: str, sleep_s: float | dict[str, float] = 0.0, off: float = 0.0, error: Exception | None = None) -> type:
+    """A forward that is slow, wrong or broken as told, and notes when the target is changed.
+
+    sleep_s: of a graph by what it is made of, or the same for all.
+    """
 
     class Way:
         def __init__(self, *parts: Any) -> None:
+            self.sleep_s = sleep_s[parts[0].name] if isinstance(sleep_s, dict) else sleep_s
             if name == "graphed":
-                assert [parts[0].name] == APPLIED or parts[0].name == "plain", "a graph is made of what is applied"
+                assert ([parts[0].name] if parts[0].name != "plain" else []) == APPLIED, "of what is applied"
                 return
             self.plain = EagerForward(*parts[:2])
 
@@ -41,7 +45,7 @@ def way(name: str, sleep_s: float = 0.0, off: float = 0.0, error: Exception | No
         def run(self, tokens: torch.Tensor, packing: Any) -> list[torch.Tensor]:
             if error is not None:
                 raise error
-            time.sleep(sleep_s)
+            time.sleep(self.sleep_s)
             return [feature + off * feature.roll(1, 0) for feature in PLAIN]
 
     Way.name = name  # type: ignore[attr-defined]
@@ -84,13 +88,41 @@ def test_auto_rejects_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.M
     assert "features differ from the plain model's by nan" in wrong.report
 
 
-def test_a_graph_is_made_of_the_best_way_and_stays_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.004), graphed=way("graphed", 0.0))
-    assert (built.forward.name, APPLIED) == ("graphed", ["compiled"])
+def test_the_best_graph_is_taken_and_stays_on_what_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = way("graphed", {"plain": 0.006, "compiled": 0.0})
+    built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.004), graphed=graphs)
+    assert (built.forward.name, APPLIED, built.ways) == ("graphed", ["compiled"], ("compiled", "graphed"))
+    assert built.report.startswith("graphed compiled (auto; 2x8: plain ")
     built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.0), graphed=way("graphed", 0.01))
     assert (built.forward.name, APPLIED) == ("compiled", ["compiled"])
     built = choose(monkeypatch, "auto", compiled=way("compiled", 0.004), graphed=way("graphed", 0.0))
     assert built.forward.name == "compiled"  # rows of any shape are not captured
+
+
+def test_a_way_that_is_slow_to_launch_may_give_the_best_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is slow by its kernels: then no graph of it is made."""
+    slow, graphs = way("fused", 0.02), way("graphed", {"plain": 0.006, "fused": 0.0})
+    for choice in ("auto", "graphed"):
+        built = choose(monkeypatch, choice, packed=True, fused=slow, graphed=graphs)
+        assert (built.forward.name, APPLIED, built.ways) == ("graphed", ["fused"], ("fused", "graphed"))
+    monkeypatch.setattr(steps, "LAUNCH_BOUND", 2.0)
+    built = choose(monkeypatch, "auto", packed=True, fused=slow, graphed=graphs)
+    assert (built.ways, APPLIED) == (("plain", "graphed"), [])
+    assert "graphed fused" not in built.report
+
+
+def test_a_graph_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Picky(way("graphed", 0.0)):  # type: ignore[misc]
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner)
+            if inner.name == "plain":
+                raise RuntimeError("no graph of plain")
+
+    built = choose(monkeypatch, "graphed", packed=True, fused=way("fused", 0.02), graphed=Picky)
+    assert built.ways == ("fused", "graphed")
+    assert "graphed rejected: RuntimeError: no graph of plain" in built.report
+    with pytest.raises(RuntimeError, match="no graph of plain"):
+        choose(monkeypatch, "graphed", packed=True, graphed=Picky)
 
 
 def test_eager_takes_fused_kernels_only_where_they_are_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +137,7 @@ def test_what_was_asked_for_is_kept_even_if_slow_and_raised_if_wrong(monkeypatch
     built = choose(monkeypatch, "compiled", fused=way("fused", 0.0), compiled=way("compiled", 0.03))
     assert (built.forward.name, APPLIED) == ("compiled", ["compiled"])
     built = choose(monkeypatch, "graphed", packed=True, fused=way("fused", 0.0), graphed=way("graphed", 0.03))
-    assert (built.forward.name, APPLIED) == ("graphed", ["fused"])
+    assert (built.forward.name, built.ways[-1]) == ("graphed", "graphed")
     with pytest.raises(RuntimeError, match="no compiled here"):
         choose(monkeypatch, "compiled")
     assert APPLIED == []

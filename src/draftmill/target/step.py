@@ -35,6 +35,8 @@ another order of the same sums may make, by type; more in a model where that muc
 ROUNDINGS = 4.0
 """How many times as far from the plain features as the plain model is from itself with one more rounding a layer."""
 TIMED_RUNS = 3
+LAUNCH_BOUND = 0.8
+"""The share of a run's time that its launching takes, above which the device waits for the host."""
 COMPARED_TOKENS = 2048
 """Tokens, spread over the batch, whose features are compared."""
 
@@ -171,12 +173,12 @@ def _choose(choice: StepChoice, plain: EagerForward, tokens_BS: torch.Tensor, pa
     if choice in ("auto", "compiled"):
         trial.consider("compiled", needed=choice == "compiled")
     inner = trial.best
-    inner.apply()
     if choice == "graphed" or (choice == "auto" and packing is not None):
-        trial.consider("graphed", needed=choice == "graphed")
+        inner = trial.capture(needed=choice == "graphed")
+    inner.apply()
     how = "auto" if choice == "auto" else f"as configured: {choice}"
     ways = (inner.name,) if trial.best is inner else (inner.name, trial.best.name)
-    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})", ways)
+    return Built(trial.best, f"{trial.label} ({how}; {trial.report()})", ways)
 
 
 def _as_decided(
@@ -196,7 +198,7 @@ def _as_decided(
         trial.best.undo()
         _logger.warning("target on %s does not run as the first one does: %s", plain.target.device, first_line(error))
         return None
-    return Built(trial.best, f"{trial.best.name} ({how}; {trial.report()})", ways)
+    return Built(trial.best, f"{trial.label} ({how}; {trial.report()})", ways)
 
 
 def _build(name: str, plain: EagerForward, inner: Forward, packed_length: int | None) -> Forward:
@@ -219,9 +221,13 @@ class _Trial:
     ) -> None:
         self.plain, self.tokens_BS, self.packing, self.timed_runs = plain, tokens_BS, packing, timed_runs
         self.best: Forward = plain
+        self.label = plain.name
+        self.right: list[Forward] = [plain]
         self.seconds: dict[str, float] = {}
+        self.launching: dict[str, bool] = {}
+        """Whether a way's time is mostly the host's."""
         self.notes: list[str] = []
-        self.seconds[plain.name], self.features = self._run(plain)
+        self.features = self._run(plain, plain.name)
         # Measured here, where no other way is applied to the target.
         rounding = rounding_of(plain, tokens_BS, packing, self.features)
         self.tolerance = max(TOLERANCE.get(self.features[0].dtype, 5e-2), ROUNDINGS * rounding)
@@ -231,27 +237,64 @@ class _Trial:
 
         Leaves the target as it was. With `needed` what is wrong is raised.
         """
+        try:
+            forward = self._tried(name, name, self.best)
+        except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
+            if needed:
+                raise
+            self._reject(name, error)
+            return
+        self.right.append(forward)
+        if needed or self.seconds[name] < self.seconds[self.label]:
+            self.best, self.label = forward, name
+
+    def capture(self, needed: bool) -> Forward:
+        """Try a graph of every right way that may give the best one; returns the way to apply for the best of all.
+
+        Launched, a small target's time is the host's, and says nothing of how long its kernels take. With `needed` the
+        best graph is the best of all, and what is wrong is raised where there is none.
+        """
+        inner, found, errors = self.best, False, []
+        for way in tuple(self.right):
+            if self.seconds[way.name] > self.seconds[inner.name] and not self.launching[way.name]:
+                continue  # its kernels alone take longer
+            label = "graphed" if way is self.plain else f"graphed {way.name}"
+            way.apply()
+            try:
+                forward = self._tried("graphed", label, way)
+            except Exception as error:
+                errors.append(error)
+                self._reject(label, error)
+                continue
+            finally:
+                way.undo()
+            if (needed and not found) or self.seconds[label] < self.seconds[self.label]:
+                inner, self.best, self.label = way, forward, label
+            found = True
+        if needed and not found:
+            raise errors[0]
+        return inner
+
+    def _tried(self, name: str, label: str, inner: Forward) -> Forward:
+        """A way built and run, its time and difference noted under the label. Raises what is wrong with it."""
         forward: Forward | None = None
         try:
-            forward = _build(name, self.plain, self.best, None if self.packing is None else self.tokens_BS.shape[1])
+            forward = _build(name, self.plain, inner, None if self.packing is None else self.tokens_BS.shape[1])
             forward.apply()
-            seconds, features = self._run(forward)
+            features = self._run(forward, label)
             difference = largest_difference(features, self.features)
             if not difference <= self.tolerance:
                 allowed = f"more than rounding's {self.tolerance:.1e}"
                 raise RuntimeError(f"features differ from the plain model's by {difference:.1e}, {allowed}")
-        except Exception as error:  # a way that does not work here is no reason to end the run, unless it was asked for
-            if needed:
-                raise
-            self.notes.append(f"{name} rejected: {type(error).__name__}: {first_line(error)[:120]}")
-        else:
-            self.seconds[name] = seconds
-            self.notes.append(f"{name} differs by {difference:.1e}")
-            if needed or seconds < self.seconds[self.best.name]:
-                self.best = forward
         finally:
             if forward is not None:
                 forward.undo()
+        self.notes.append(f"{label} differs by {difference:.1e}")
+        return forward
+
+    def _reject(self, label: str, error: Exception) -> None:
+        self.seconds.pop(label, None)
+        self.notes.append(f"{label} rejected: {type(error).__name__}: {first_line(error)[:120]}")
 
     def report(self) -> str:
         """Times, differences from the plain model's features, and what was rejected and why."""
@@ -259,17 +302,21 @@ class _Trial:
         shown = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in self.seconds.items())
         return "; ".join([f"{rows}x{length}: {shown}", *self.notes])
 
-    def _run(self, forward: Forward) -> tuple[float, list[torch.Tensor]]:
-        """Median seconds, and some of the last run's features, [tokens, H] each; the first run is not counted."""
-        seconds = []
+    def _run(self, forward: Forward, label: str) -> list[torch.Tensor]:
+        """Note the median time, the first run aside, and return some of the last run's features, [tokens, H]."""
+        seconds, launches = [], []
         for index in range(1 + self.timed_runs):
             self._wait()
             started = time.perf_counter()
             features = forward.run(self.tokens_BS, self.packing)
+            launched = time.perf_counter()
             self._wait()
             if index:
                 seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds), compared(features)
+                launches.append(launched - started)
+        self.seconds[label] = statistics.median(seconds)
+        self.launching[label] = statistics.median(launches) > LAUNCH_BOUND * self.seconds[label]
+        return compared(features)
 
     def _wait(self) -> None:
         if self.tokens_BS.is_cuda:
