@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from draftmill.checkpoint.store import save
 from draftmill.cli import main
 from draftmill.data.build import write_store
+from draftmill.evaluate.progress import DecodingProgress
 from evaluate_doubles import random_drafter, reference_greedy, save_pair, tiny_target
 
 torch.set_num_threads(1)
@@ -114,6 +117,39 @@ def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
     card = (exported / "README.md").read_text()
     assert "| mine |" in card
     assert "(cpu, 1 thread; float32; temperature 0.5, top-p 1, top-k all; answers of at most 6 tokens)" in card
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_it_early_sees_what_was_decoded(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """The answer under way is the last; nothing is recorded."""
+    shown = DecodingProgress.trial
+
+    def ask(self: DecodingProgress, done: int, total: int, trial: Any) -> None:
+        shown(self, done, total, trial)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(DecodingProgress, "trial", ask)
+    before = signal.getsignal(number)
+    record = Path(pair["run"]) / "checkpoints/step-5/evaluation.json"
+    record.unlink(missing_ok=True)
+    found, text = evaluated(capsys, pair["run"])
+    assert (found["answers"], found["answers_missing"]) == (1, 1)
+    assert "ended before its time: 1 more answers were not decoded" in text
+    assert "not recorded: it was ended before its time" in text
+    assert not record.exists()
+    assert signal.getsignal(number) is before
+
+
+def test_progress_is_told_where_there_is_no_terminal(
+    pair: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftmill.evaluate.progress.LINE_EVERY_S", 0.0)
+    with pytest.raises(SystemExit):
+        main(["evaluate", pair["run"], *BRIEF, "--no-record"])
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("decoded ")]
+    assert [line.partition(",")[0] for line in told] == ["decoded 1/2", "decoded 2/2"]
 
 
 def test_an_export_s_damaged_weights_are_named(pair: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

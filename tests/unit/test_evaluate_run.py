@@ -78,6 +78,24 @@ def test_every_prompt_is_decoded_plainly_and_with_each_count() -> None:
     assert [row.category for row in report.by_group(found, 3)] == ["all", "x", "y"]
 
 
+def test_an_evaluation_that_is_ended_counts_what_is_missing() -> None:
+    """Inside a conversation too; turns that would not have fitted are not asked about any more."""
+    target = target_with()
+    prompts = [prompt("w3", "w4"), prompt("w5", "w6", "w7")]
+    for after, missing in ((1, 4), (2, 3), (3, 2), (5, 0), (9, 0)):
+        done: list[int] = []
+        found = evaluate(
+            random_drafter(target),
+            target,
+            prompts,
+            sampling=GREEDY,
+            draft_tokens=[1],
+            progress=lambda number, *_, done=done: done.append(number),
+            ended=lambda done=done, after=after: len(done) >= after,
+        )
+        assert (len(found.trials), found.missing, found.left_out) == (5 - missing, missing, 0)
+
+
 def test_a_second_turn_is_asked_after_the_target_s_own_answer() -> None:
     target = target_with()
     found = evaluate(random_drafter(target), target, [prompt("w3", "w5")], sampling=GREEDY, draft_tokens=[2])

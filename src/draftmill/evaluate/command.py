@@ -6,12 +6,14 @@ Owns how a command line becomes an evaluation. Never measures and never defines 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftmill.checkpoint.card import CARD_FILE, record_evaluation
 from draftmill.checkpoint.source import FACTS_FILE, Source, read_published
@@ -21,8 +23,9 @@ from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
 from draftmill.evaluate import report
 from draftmill.evaluate.checks import check_pair
+from draftmill.evaluate.progress import DecodingProgress
 from draftmill.evaluate.prompts import Prompt, heldout_prompts, read_prompts
-from draftmill.evaluate.run import Evaluation, Trial, checked_counts, evaluate
+from draftmill.evaluate.run import Evaluation, checked_counts, evaluate
 from draftmill.evaluate.suites import load_suite
 from draftmill.target.generate_sampling import Sampling
 from draftmill.target.load import DTYPES, load_config, load_target
@@ -91,7 +94,9 @@ def run(request: Request) -> None:
     if request.plot is not None:
         report.plot(found, request.plot)
         console.print(f"plot: {request.plot}")
-    if request.record:
+    if request.record and found.missing:
+        console.print("not recorded: it was ended before its time")
+    elif request.record:
         console.print(keep(source, report.for_card(found, about)))
     if request.as_json:
         print(json.dumps(report.to_json(found, about)))
@@ -200,13 +205,7 @@ def _with_progress(
     thinking: Any,
     graphs: Any,
 ) -> Evaluation:
-    columns = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("decoding", total=None)
-
-        def show(done: int, total: int, trial: Trial) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with DecodingProgress() as shown, _Ending() as ending:
         return evaluate(
             drafter,
             target,
@@ -215,8 +214,31 @@ def _with_progress(
             draft_tokens=draft_tokens,
             thinking=thinking,
             graphs=graphs,
-            progress=show,
+            progress=shown.trial,
+            ended=lambda: ending.asked,
         )
+
+
+class _Ending:
+    """Ctrl-C and SIGTERM: the first time the answer under way is the last one, the second time all ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Ending:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> Any:

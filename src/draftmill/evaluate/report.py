@@ -144,6 +144,7 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "graphed": evaluation.graphed,
         "why_eager": evaluation.why_eager,
         "answers": len(evaluation.trials),
+        "answers_missing": evaluation.missing,
         "follow_ups_left_out": evaluation.left_out,
         "overall": [asdict(found) for found in overall(evaluation)],
         "groups": [asdict(found) for found in by_group(evaluation, shown)],
@@ -192,6 +193,8 @@ def tables(evaluation: Evaluation) -> Group:
         parts.append(Text(f"output identical to plain decoding: {shown.identical}/{shown.answers}"))
     if best is not None and len(sweep) > 1:
         parts.append(Text(f"best number of drafted tokens here: {best}"))
+    if evaluation.missing:
+        parts.append(Text(f"ended before its time: {evaluation.missing} more answers were not decoded"))
     if evaluation.left_out:
         parts.append(Text(f"follow-up turns left out, too long for the target: {evaluation.left_out}"))
     if evaluation.why_eager is not None:

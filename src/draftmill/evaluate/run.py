@@ -45,6 +45,7 @@ class Evaluation:
     draft_tokens  the numbers of drafted tokens tried, ascending
     graphed       whether steps ran as CUDA graphs; why_eager says why not, where they might have
     left_out      follow-up turns that no longer fitted into the target's positions
+    missing       answers that were not decoded, for the evaluation was ended before them
     """
 
     trials: list[Trial]
@@ -54,6 +55,7 @@ class Evaluation:
     graphed: bool
     why_eager: str | None
     left_out: int
+    missing: int = 0
 
 
 def default_draft_tokens(block_size: int) -> tuple[int, ...]:
@@ -72,12 +74,14 @@ def evaluate(
     thinking: Thinking = "auto",
     graphs: Graphs = "auto",
     progress: Callable[[int, int, Trial], None] | None = None,
+    ended: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Decode every prompt plainly and speculatively, interleaved, and time both.
 
     drafter, target on one device in one type; sampling also gives the longest answer and the seed. draft_tokens: the
     numbers of drafted tokens to try, by default a sweep. thinking: which modes of a template with `enable_thinking`,
-    "auto" is both. progress: called after each trial with its number, how many there will be, and the trial.
+    "auto" is both. progress: called after each trial with its number, how many there will be, and the trial. ended:
+    asked after each trial whether to leave the rest.
     Raises InputError for no prompts, a prompt too long, a drafter of another target, or counts out of its range.
     """
     if not prompts:
@@ -98,6 +102,7 @@ def evaluate(
     total = sum((1 + len(prompts[index].follow_ups)) for index, _ in encoded)
     trials: list[Trial] = []
     left_out = 0
+    leaving = False
     for (index, mode), ids in encoded.items():
         prompt, done = prompts[index], 0
         for trial in _conversation(decoder, prompt, mode, ids, counts, sampling, stop, first_stream=len(trials)):
@@ -105,9 +110,14 @@ def evaluate(
             done += 1
             if progress is not None:
                 progress(len(trials), total - left_out, trial)
+            if leaving := ended():
+                break
+        if leaving:
+            break
         left_out += 1 + len(prompt.follow_ups) - done
     graphed = decoder.graphs != "off" and decoder.why_eager is None
-    return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out)
+    missing = total - left_out - len(trials)
+    return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out, missing)
 
 
 def _conversation(
