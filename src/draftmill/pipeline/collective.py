@@ -72,11 +72,13 @@ def hosts_store(hosts: Hosts) -> dist.Store | None:
 
 
 class Gate:
-    """Where a process's drafters meet before each sum, so that none launches it before all have launched their work.
+    """Where a process's drafters meet, before each sum and once it is launched.
 
-    An NCCL kernel holds its device until the others' have come. Whatever waits for that device meanwhile, as loading a
-    kernel that is used for the first time may, or stands behind it in one of the device's few queues, waits too; and
-    where a target shares the device, that may be what another drafter needs to come at all.
+    An NCCL kernel holds its device until the others' have come. Whatever waits for that device meanwhile waits too, be
+    it the loading of a kernel that is used for the first time, which keeps other threads from the device as well, or
+    what stands behind it in one of the device's few queues. So none launches a sum before all have launched the work
+    that comes before it, features of targets on the same devices included, and none launches more before all have
+    launched the sum.
     """
 
     def __init__(self, size: int) -> None:
@@ -156,14 +158,15 @@ class Collective:
         """
         if self.size == 1:
             return
-        if self._gate is not None:
-            self._gate.meet()
+        self._meet()
         with self._lock:
             if self._closed:
                 raise ChannelClosed
             group, self._in_flight = self._group, True
         try:
-            for work in [group.allreduce([tensor]) for tensor in tensors]:
+            launched = [group.allreduce([tensor]) for tensor in tensors]
+            self._meet()
+            for work in launched:
                 work.wait()
         except RuntimeError as error:
             reason = str(error).partition(". ")[0]
@@ -175,6 +178,10 @@ class Collective:
             del group  # a traceback must not keep the group, or others would wait for this drafter
             with self._lock:
                 self._in_flight = False
+
+    def _meet(self) -> None:
+        if self._gate is not None:
+            self._gate.meet()
 
     def close(self) -> None:
         """Leave the group, which ends the others' waiting for this drafter. Waits for nothing; can be called twice.
