@@ -13,6 +13,7 @@ import typer
 
 from draftmill import __version__
 from draftmill.errors import InputError
+from draftmill.names import expanded_argument
 
 # typer carries its own click from 0.20 on; the class of all command-line errors is reached through its public heir.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -47,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line on `arguments` (by default the process's own) and leave with its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers do not mix
     try:
-        result: Any = app(arguments, prog_name="draftmill", standalone_mode=False)
+        given = [expanded_argument(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+        result: Any = app(given, prog_name="draftmill", standalone_mode=False)
     except InputError as error:
         _fail(str(error))
     except _UsageError as error:

@@ -1,7 +1,8 @@
 """The whole run's configuration: typed, checked, from YAML plus dotted overrides.
 
 Owns every name a user can set and its bounds. Imports no torch, so that `status` and `--help` start at once.
-Never looks at the environment, the hub or a device: whether a model or a device exists is found out by its room.
+Never looks at the hub or a device, nor at the environment but for the home folder that `~` stands for: whether a model
+or a device exists is found out by its room.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,10 +26,13 @@ from pydantic import (
 )
 
 from draftmill.errors import InputError
+from draftmill.names import expanded
 
 StepChoice = Literal["eager", "compiled", "graphed", "auto"]
 Devices = list[str | list[str]] | Literal["auto"]
 Float8Choice = Literal["head", "all"]
+Place = Annotated[str, AfterValidator(expanded)]
+"""A path, or for models and drafters a hub id."""
 LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
@@ -73,14 +78,14 @@ class _Section(BaseModel):
 
 
 class RunConfig(_Section):
-    dir: str | None = None
+    dir: Place | None = None
     """Run directory; by default runs/ plus the target's name and the time."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seeds the weights, the order of the data and the anchors."""
 
 
 class TargetConfig(_Section):
-    model: str
+    model: Place
     """Local folder or hub id of any Hugging Face causal LM."""
     revision: str | None = None
     """Hub revision of the model; null takes the default branch."""
@@ -110,7 +115,7 @@ class TargetConfig(_Section):
 
 
 class DataConfig(_Section):
-    path: str
+    path: Place
     """Arrow store made by `draftmill prepare`."""
     max_length: int = Field(8192, ge=8)
     """Longest sample, in tokens; longer ones are cut."""
@@ -165,7 +170,7 @@ class DrafterConfig(_Section):
     vLLM reads from the exported config; full: all of it, as SGLang and the published drafters of such targets do."""
     init: Literal["normal", "target"] = "normal"
     """normal: N(0, 0.02) and norms of 1; target: layers start from the target's own last layers."""
-    from_checkpoint: str | None = None
+    from_checkpoint: Place | None = None
     """Warm start: a folder or hub id in z-lab layout whose weights the run begins with."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type; masters are float32 always. auto: bfloat16 on CUDA and on CPUs that have it."""
@@ -335,7 +340,7 @@ class PipelineConfig(_Section):
     """Feature batches that may lie between targets and one drafter."""
     stall_s: float = Field(600.0, gt=0.0)
     """Seconds without progress of a worker after which the run ends as stalled."""
-    costs: str | None = None
+    costs: Place | None = None
     """File of costs that `draftmill plan --json` printed, from which devices that are auto are chosen; null measures
     them when the run starts."""
 

@@ -33,6 +33,7 @@ ORDER = (
     "float8",
     "records",
     "config",
+    "names",
     "errors",
 )
 """From top to bottom: a room imports only what stands after it."""
@@ -41,7 +42,7 @@ ABOVE_ALL, BELOW_ALL = "__main__", "__init__"
 nothing."""
 ALONE = {
     "pipeline": {"errors", "config", "records"},
-    "data": {"errors", "config", "records"},
+    "data": {"errors", "config", "names", "records"},
     "monitor": {"errors", "config"},
 }
 """Rooms that may import less than what lies below them. `pipeline` knows no drafter mathematics, so that it can move

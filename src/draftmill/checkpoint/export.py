@@ -19,6 +19,7 @@ from draftmill.checkpoint.check import check_config, check_export
 from draftmill.checkpoint.durable import clear_write_errors, digest, read_json, replace_folder, sync_folder, write_json
 from draftmill.checkpoint.source import CONFIG_FILE, FACTS_FILE, Source, read_source
 from draftmill.errors import InputError
+from draftmill.names import is_missing_folder
 
 Layout = Literal["zlab", "speculators"]
 EXPORT_DTYPES = ("bfloat16", "float32")
@@ -94,9 +95,7 @@ def export(
 
 def _check_target(target: str) -> None:
     """Refuse a path where nothing is: engines would look there for the target that the export names."""
-    from draftmill.target.load import looks_local
-
-    if looks_local(target) and not Path(target).is_dir():
+    if is_missing_folder(target):
         raise InputError(f"no folder at {target}; give the target's folder or hub id as --target")
 
 

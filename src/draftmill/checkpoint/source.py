@@ -14,6 +14,7 @@ from draftmill.checkpoint.durable import digest, read_json
 from draftmill.checkpoint.store import Tensors
 from draftmill.drafter.shape import DrafterShape
 from draftmill.errors import InputError
+from draftmill.names import looks_local
 
 Which = Literal["ema", "raw"]
 """A checkpoint's moving average, or the weights that it is of."""
@@ -74,7 +75,7 @@ def read_published(where: str, revision: str | None = None, *, num_target_layers
     """Read a drafter from a folder as `read_source` does, or else from the hub. Raises InputError."""
     if Path(where).is_dir():
         return read_source(where, num_target_layers=num_target_layers)
-    if where.startswith((".", "/", "~")) or where.count("/") != 1:
+    if looks_local(where) or "/" not in where:
         raise InputError(f"no drafter at {where}; give a folder, or a hub id such as z-lab/Qwen3-8B-DFlash-b16")
     return _read_published(_download(where, revision), num_target_layers)
 

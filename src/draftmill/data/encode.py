@@ -19,6 +19,7 @@ from draftmill.data.chats import BadSample, Chat, Tokens, is_written_by_target, 
 from draftmill.data.places import TokenPlacer
 from draftmill.data.render import ChatTemplate, Span
 from draftmill.errors import InputError
+from draftmill.names import expanded, is_missing_folder
 
 LossOn = Literal["all", "last-turn"]
 
@@ -199,10 +200,9 @@ _MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 def _load_tokenizer(settings: EncodeSettings) -> Any:
     from transformers import AutoTokenizer
 
-    target = settings.target
-    looks_like_path = target.startswith((".", "/", "~")) or target.count("/") > 1
-    folder = Path(target).expanduser()
-    if looks_like_path and not folder.is_dir():
+    target = expanded(settings.target)
+    folder = Path(target)
+    if is_missing_folder(target):
         raise InputError(f"no model folder at {target}; give a folder or a hub id as --target")
     if folder.is_dir() and not any((folder / name).exists() for name in _MODEL_FILES):
         raise InputError(f"the folder {target} holds no model ({', '.join(_MODEL_FILES)}); give another as --target")
@@ -210,7 +210,7 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
         raise InputError(f"--revision {settings.revision} is of the hub, and {target} is a folder; leave one out")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if looks_like_path else target,
+            target,
             revision=settings.revision,
             trust_remote_code=settings.trust_remote_code,
         )
@@ -233,9 +233,10 @@ def _load_tokenizer(settings: EncodeSettings) -> Any:
 def _eos_ids(settings: EncodeSettings, name: str) -> list[int]:
     from transformers.utils import cached_file
 
-    local = Path(settings.target).expanduser() / name
+    folder = Path(expanded(settings.target))
+    local = folder / name
     path: str | os.PathLike[str] | None = local if local.is_file() else None
-    if path is None and not Path(settings.target).expanduser().is_dir():
+    if path is None and not folder.is_dir():
         try:
             path = cached_file(
                 settings.target, name, revision=settings.revision, _raise_exceptions_for_missing_entries=False

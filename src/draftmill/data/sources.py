@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from draftmill.data.chats import COLUMNS, BadSample
 from draftmill.errors import InputError
+from draftmill.names import expanded, looks_local
 
 _MIB = 1 << 20
 _LONGEST_LINE = 64 * _MIB
@@ -168,7 +169,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _find(text: str, option: str) -> list[Source]:
-    path = Path(text).expanduser()
+    path = Path(expanded(text))
     if path.is_file():
         return [_describe(path)]
     if path.is_dir():
@@ -178,7 +179,7 @@ def _find(text: str, option: str) -> list[Source]:
         if not found:
             raise InputError(f"no file matches {text}; give existing files with {option}")
         return [_describe(each) for each in found]
-    if text.startswith((".", "/", "~")) or text.count("/") > 1 or path.suffix in _SUFFIXES:
+    if looks_local(text) or path.suffix in _SUFFIXES:
         raise InputError(f"no file at {text}; give an existing file, a glob or a dataset id with {option}")
     _load_hub_dataset(text)
     return [Source(text, None, 0)]

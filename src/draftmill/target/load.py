@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from draftmill.config import TargetConfig
 from draftmill.errors import InputError
+from draftmill.names import is_missing_folder
 from draftmill.target.float8 import check_float8, quantize_layers
 from draftmill.target.model import Target
 from draftmill.target.spread import connect, parts_of, spread
@@ -213,7 +213,7 @@ def _auto_class(config: Any) -> Any:
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The target's Hugging Face configuration. Raises InputError."""
-    if looks_local(model) and not Path(model).is_dir():
+    if is_missing_folder(model):
         raise InputError(f"no folder at {model}; give a local folder with a Hugging Face model, or a hub id")
     return _explained(
         model, lambda: AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
@@ -225,11 +225,6 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     return _explained(
         model, lambda: AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     )
-
-
-def looks_local(model: str) -> bool:
-    """Whether a name can only be a path: hub ids have at most one slash and start with neither a dot nor a slash."""
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
 
 
 def _explained(model: str, load: Any) -> Any:
