@@ -123,11 +123,11 @@ def evaluate(
     record: Annotated[bool, typer.Option(help="Keep the result with the drafter, for its model card.")] = True,
     plot: Annotated[str | None, typer.Option(help="PNG to write; needs matplotlib.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON on the last line.")] = False,
-) -> None:
+) -> int:
     """Measure acceptance length and speed-up on the real target: plain and speculative decoding, side by side."""
     from draftmill.evaluate.command import Request, run
 
-    run(
+    return run(
         Request(
             source=source,
             target=target,

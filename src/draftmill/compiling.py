@@ -162,21 +162,10 @@ def num_compilations() -> int:
 def record_graph(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture what `work` launches on the current stream of this thread, which must not be a device's default one.
 
-    Waits for the whole device first and gives back what is cached there. Not for a device that others are at work on
-    and whose work may wait for what another thread has yet to launch: see `record_graph_beside`.
+    Waits for the whole device first. Where drafters sum there meanwhile the wait ends, because none of them launches
+    its sum before the others can (pipeline/collective.py).
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         work()
-    return graph
-
-
-def record_graph_beside(work: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """The same without waiting for anything: what is cached stays cached."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
-    try:
-        work()
-    finally:
-        graph.capture_end()
     return graph

@@ -134,7 +134,11 @@ def test_who_ends_it_early_sees_what_was_decoded(
     before = signal.getsignal(number)
     record = Path(pair["run"]) / "checkpoints/step-5/evaluation.json"
     record.unlink(missing_ok=True)
-    found, text = evaluated(capsys, pair["run"])
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", pair["run"], *BRIEF, "--json"])
+    assert left.value.code == 128 + number
+    text, last = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    found = json.loads(last)
     assert (found["answers"], found["answers_missing"]) == (1, 1)
     assert "ended before its time: 1 more answers were not decoded" in text
     assert "not recorded: it was ended before its time" in text

@@ -96,6 +96,20 @@ def test_an_evaluation_that_is_ended_counts_what_is_missing() -> None:
         assert (len(found.trials), found.missing, found.left_out) == (5 - missing, missing, 0)
 
 
+def test_a_follow_up_that_would_not_have_fitted_is_not_missing() -> None:
+    target = target_with(max_position_embeddings=16)
+    asked = iter([False, True])
+    found = evaluate(
+        random_drafter(target),
+        target,
+        [prompt("w3", "w5", "w6")],
+        sampling=GREEDY,
+        draft_tokens=[2],
+        ended=lambda: next(asked),
+    )
+    assert (len(found.trials), found.missing, found.left_out) == (1, 0, 2)
+
+
 def test_a_second_turn_is_asked_after_the_target_s_own_answer() -> None:
     target = target_with()
     found = evaluate(random_drafter(target), target, [prompt("w3", "w5")], sampling=GREEDY, draft_tokens=[2])

@@ -89,7 +89,7 @@ def test_auto_rejects_what_is_wrong_or_broken_and_says_why(monkeypatch: pytest.M
 
 
 def test_the_best_graph_is_taken_and_stays_on_what_it_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = way("graphed", {"plain": 0.006, "compiled": 0.0})
+    graphs = way("graphed", {"plain": 0.003, "compiled": 0.0})
     built = choose(monkeypatch, "auto", packed=True, compiled=way("compiled", 0.004), graphed=graphs)
     assert (built.forward.name, APPLIED, built.ways) == ("graphed", ["compiled"], ("compiled", "graphed"))
     assert built.report.startswith("graphed compiled (auto; 2x8: plain ")
@@ -101,7 +101,7 @@ def test_the_best_graph_is_taken_and_stays_on_what_it_is_made_of(monkeypatch: py
 
 def test_a_way_that_is_slow_to_launch_may_give_the_best_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is slow by its kernels: then no graph of it is made."""
-    slow, graphs = way("fused", 0.02), way("graphed", {"plain": 0.006, "fused": 0.0})
+    slow, graphs = way("fused", 0.02), way("graphed", {"plain": 0.003, "fused": 0.0})
     for choice in ("auto", "graphed"):
         built = choose(monkeypatch, choice, packed=True, fused=slow, graphed=graphs)
         assert (built.forward.name, APPLIED, built.ways) == ("graphed", ["fused"], ("fused", "graphed"))

@@ -6,6 +6,7 @@ Owns how a command line becomes an evaluation. Never measures and never defines 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from dataclasses import dataclass
@@ -57,8 +58,11 @@ class Request:
     as_json: bool = False
 
 
-def run(request: Request) -> None:
-    """Evaluate, print the report on standard output, and keep it with the drafter. Raises InputError."""
+def run(request: Request) -> int:
+    """Evaluate, print the report on standard output, and keep it with the drafter; returns the exit code.
+
+    Ended early by a signal it reports what it has, and returns 128 and the signal's number. Raises InputError.
+    """
     console = Console(highlight=False)
     sampling = Sampling(request.max_new_tokens, request.temperature, request.top_p, request.top_k, seed=request.seed)
     draft_tokens = parse_counts(request.draft_tokens)
@@ -80,7 +84,7 @@ def run(request: Request) -> None:
         f"target: {_target_name(request, source)}, {drafter.fc.weight.dtype} on {device}".replace("torch.", "")
     )
     console.print(f"prompts: {len(prompts)}, answers of at most {sampling.max_new_tokens} tokens")
-    found = _with_progress(console, drafter, target, prompts, sampling, draft_tokens, thinking, graphs)
+    found, ended_by = _with_progress(console, drafter, target, prompts, sampling, draft_tokens, thinking, graphs)
     about = {
         "drafter": str(source.folder),
         "step": source.facts.get("step"),
@@ -100,6 +104,7 @@ def run(request: Request) -> None:
         console.print(keep(source, report.for_card(found, about)))
     if request.as_json:
         print(json.dumps(report.to_json(found, about)))
+    return 128 + ended_by if found.missing else 0
 
 
 def build_drafter(shape: DrafterShape, tensors: dict[str, torch.Tensor], target: Target) -> Drafter:
@@ -204,9 +209,10 @@ def _with_progress(
     draft_tokens: list[int] | None,
     thinking: Any,
     graphs: Any,
-) -> Evaluation:
+) -> tuple[Evaluation, int]:
+    """What was found, and the number of the signal that ended it early, or 0."""
     with DecodingProgress() as shown, _Ending() as ending:
-        return evaluate(
+        found = evaluate(
             drafter,
             target,
             prompts,
@@ -215,15 +221,16 @@ def _with_progress(
             thinking=thinking,
             graphs=graphs,
             progress=shown.trial,
-            ended=lambda: ending.asked,
+            ended=lambda: ending.number != 0,
         )
+    return found, ending.number
 
 
 class _Ending:
     """Ctrl-C and SIGTERM: the first time the answer under way is the last one, the second time all ends at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.number = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Ending:
@@ -236,9 +243,11 @@ class _Ending:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.number:
             raise KeyboardInterrupt
-        self.asked = True
+        self.number = number
+        told = b"ending after this answer; once more to end at once, without a report\n"
+        os.write(2, told)  # to standard error; a print may be under way
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> Any:

@@ -81,7 +81,7 @@ def evaluate(
     drafter, target on one device in one type; sampling also gives the longest answer and the seed. draft_tokens: the
     numbers of drafted tokens to try, by default a sweep. thinking: which modes of a template with `enable_thinking`,
     "auto" is both. progress: called after each trial with its number, how many there will be, and the trial. ended:
-    asked after each trial whether to leave the rest.
+    asked before each trial whether to leave the rest.
     Raises InputError for no prompts, a prompt too long, a drafter of another target, or counts out of its range.
     """
     if not prompts:
@@ -102,22 +102,24 @@ def evaluate(
     total = sum((1 + len(prompts[index].follow_ups)) for index, _ in encoded)
     trials: list[Trial] = []
     left_out = 0
-    leaving = False
-    for (index, mode), ids in encoded.items():
-        prompt, done = prompts[index], 0
-        for trial in _conversation(decoder, prompt, mode, ids, counts, sampling, stop, first_stream=len(trials)):
-            trials.append(trial)
-            done += 1
-            if progress is not None:
-                progress(len(trials), total - left_out, trial)
-            if leaving := ended():
-                break
-        if leaving:
-            break
-        left_out += 1 + len(prompt.follow_ups) - done
+    try:
+        for (index, mode), ids in encoded.items():
+            prompt, done = prompts[index], 0
+            for trial in _conversation(decoder, prompt, mode, ids, counts, sampling, stop, len(trials), ended):
+                trials.append(trial)
+                done += 1
+                if progress is not None:
+                    progress(len(trials), total - left_out, trial)
+            left_out += 1 + len(prompt.follow_ups) - done
+    except _Ended:
+        pass
     graphed = decoder.graphs != "off" and decoder.why_eager is None
     missing = total - left_out - len(trials)
     return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out, missing)
+
+
+class _Ended(Exception):
+    """No further answer is wanted."""
 
 
 def _conversation(
@@ -129,11 +131,17 @@ def _conversation(
     sampling: Sampling,
     stop: Collection[int],
     first_stream: int,
+    ended: Callable[[], bool],
 ) -> Iterator[Trial]:
-    """The turns of one prompt, each after the target's own answer to the one before, as long as they fit."""
+    """The turns of one prompt, each after the target's own answer to the one before, as long as they fit.
+
+    Raises _Ended where another turn would follow and none is wanted any more.
+    """
     tokenizer = decoder.target.tokenizer
     messages = list(prompt.messages)
     for turn in range(1 + len(prompt.follow_ups)):
+        if ended():
+            raise _Ended
         plain, drafted = _trial(decoder, ids, counts, sampling, stop, first_stream + turn)
         yield Trial(prompt.suite, prompt.category, prompt.name, turn + 1, thinking, len(ids), plain, drafted)
         if turn == len(prompt.follow_ups):

@@ -15,6 +15,8 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +39,8 @@ ROUNDINGS = 4.0
 TIMED_RUNS = 3
 LAUNCH_BOUND = 0.8
 """The share of a run's time that its launching takes, above which the device waits for the host."""
+COPIES_IN_FLIGHT = 2
+"""Batches whose features may lie on a group's earlier device, waiting to be copied to its last one."""
 COMPARED_TOKENS = 2048
 """Tokens, spread over the batch, whose features are compared."""
 
@@ -65,6 +69,7 @@ class EagerForward:
         """by_document: whether packed rows run under the document attention, as `prepare_packing` found."""
         self.target, self.layer_ids, self.by_document = target, tuple(layer_ids), by_document
         self._aside: dict[torch.device, torch.cuda.Stream] = {}
+        self._copied: deque[torch.cuda.Event] = deque()
 
     @torch.no_grad()
     def run(self, tokens_BS: torch.Tensor, packing: Packing | None) -> list[torch.Tensor]:
@@ -73,7 +78,12 @@ class EagerForward:
         device = self.target.output_device
         with BUILD_LOCK.running(), self.target.taps(self.layer_ids) as taps:
             self.target.forward_layers(tokens_BS, **inputs)
-            return [self._on(device, taps.outputs[layer]) for layer in self.layer_ids]
+            found = [self._on(device, taps.outputs[layer]) for layer in self.layer_ids]
+        for aside in self._aside.values():
+            self._copied.append(aside.record_event())
+        while len(self._copied) > COPIES_IN_FLIGHT * len(self._aside):
+            self._copied.popleft().synchronize()  # features wait there for their copies, and take room
+        return found
 
     def _on(self, device: torch.device, features: torch.Tensor) -> torch.Tensor:
         """Features of a group's earlier device on its last one.
@@ -254,25 +264,28 @@ class _Trial:
         Launched, a small target's time is the host's, and says nothing of how long its kernels take. With `needed` the
         best graph is the best of all, and what is wrong is raised where there is none.
         """
-        inner, found, errors = self.best, False, []
+        inner, found = self.best, False
+        first_error: Exception | None = None
         for way in tuple(self.right):
-            if self.seconds[way.name] > self.seconds[inner.name] and not self.launching[way.name]:
+            if self.seconds[way.name] > self.seconds[self.label] and not self.launching[way.name]:
                 continue  # its kernels alone take longer
             label = "graphed" if way is self.plain else f"graphed {way.name}"
             way.apply()
             try:
                 forward = self._tried("graphed", label, way)
             except Exception as error:
-                errors.append(error)
                 self._reject(label, error)
+                if needed and first_error is None:
+                    traceback.clear_frames(error.__traceback__)  # or the next graph has no room beside this one's
+                    first_error = error
                 continue
             finally:
                 way.undo()
             if (needed and not found) or self.seconds[label] < self.seconds[self.label]:
                 inner, self.best, self.label = way, forward, label
             found = True
-        if needed and not found:
-            raise errors[0]
+        if first_error is not None and not found:
+            raise first_error
         return inner
 
     def _tried(self, name: str, label: str, inner: Forward) -> Forward:

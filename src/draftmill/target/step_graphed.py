@@ -13,7 +13,7 @@ import logging
 
 import torch
 
-from draftmill.compiling import BUILD_LOCK, record_graph, record_graph_beside
+from draftmill.compiling import BUILD_LOCK, record_graph
 from draftmill.target.attention import Packing
 from draftmill.target.step import EagerForward, Forward
 
@@ -80,13 +80,10 @@ class GraphedForward:
         room = LEAST_ROOM
         while room + 1 < packing.bounds.shape[0]:
             room *= 2
-        before, anew = self._graph, len(self._bounds) > 0
-        if anew:
+        if self._graph is not None:
             _logger.info("target forward captured anew: %d documents in a batch", packing.bounds.shape[0] - 1)
-        # Before the lock: this stream may wait for drafters, and one of them for a target that wants to capture too.
-        torch.cuda.current_stream().synchronize()
         with BUILD_LOCK.beside(), torch.no_grad():
-            self._outputs = []
+            self._graph, self._outputs = None, []
             self._tokens = torch.zeros_like(tokens_BS)
             self._positions = torch.zeros_like(packing.positions_BS)
             self._bounds = torch.zeros(room + 1, dtype=torch.int32, device=tokens_BS.device)
@@ -99,6 +96,4 @@ class GraphedForward:
             def forward() -> None:
                 self._outputs = self.inner.run(self._tokens, static)
 
-            # Drafters that sum are at work by then: the device is done only once all of them are.
-            record, pool = (record_graph_beside, before and before.pool()) if anew else (record_graph, None)
-            self._graph = record(forward, pool)
+            self._graph = record_graph(forward)
