@@ -7,6 +7,7 @@ of every race after that.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import threading
@@ -33,7 +34,8 @@ from draftmill.train.loading import Loaded
 from draftmill.train.setup import Setup
 
 STARTED = time.perf_counter()
-STALL_S = 300.0
+STALL_S = 60.0
+"""Seconds in which no worker makes progress, after which a race ends with all stacks on standard error."""
 GIB = 2**30
 _log = logging.getLogger("bench")
 
@@ -311,7 +313,7 @@ class _Race:
         return _Feeder("feeder", "cpu", self.supervisor, channel, self.loader)
 
     def run(self, targets: Sequence[Any], drafters: Sequence[DrafterWorker]) -> Measured:
-        watch = StallWatch(self.supervisor, self._idle_s, STALL_S, lambda: None, lambda: None)
+        watch = StallWatch(self.supervisor, self._idle_s, STALL_S, faulthandler.dump_traceback, lambda: None)
         team = Team(self.supervisor, targets, drafters, watch, lookahead=LOOKAHEAD)
         mark = _Mark(self)
         team.start()
