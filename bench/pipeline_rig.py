@@ -34,7 +34,7 @@ from draftmill.train.loading import Loaded
 from draftmill.train.setup import Setup
 
 STARTED = time.perf_counter()
-STALL_S = 60.0
+STALL_S = 150.0
 """Seconds in which no worker makes progress, after which a race ends with all stacks on standard error."""
 GIB = 2**30
 _log = logging.getLogger("bench")
