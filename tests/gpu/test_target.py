@@ -213,7 +213,7 @@ def test_the_report_names_what_was_measured_and_rejected() -> None:
 
 def test_what_cannot_be_captured_says_why_and_leaves_the_device_usable() -> None:
     batch = packed_batch(packed_rows(), ROW)
-    with pytest.raises(RuntimeError, match="captured for bfloat16 and float16 heads .*, got float32 heads of 16; use"):
+    with pytest.raises(RuntimeError, match=r"captured for bfloat16 and float16 heads .*, got float32 heads of 16; use"):
         in_thread(lambda: TapsReplica(cut("qwen3", torch.float32), TAPS, "graphed", packed=True).forward(batch))
     report = in_thread(lambda: _reported(TapsReplica(cut("qwen3", torch.float32), TAPS, "auto", packed=True), batch))
     assert "graphed rejected: RuntimeError: attention by document is captured for bfloat16" in report
