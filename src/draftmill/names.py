@@ -9,7 +9,8 @@ import os
 import re
 from pathlib import Path
 
-_OPTION = re.compile(r"[-\w.]+=(?=~)")
+_ARGUMENT = re.compile(r"(?P<option>[-\w.]+=)?(?P<value>~[-\w]*(/.*)?)", re.DOTALL)
+"""A place in the home folder, alone or after an option's `=`."""
 
 
 def expanded(name: str) -> str:
@@ -19,10 +20,8 @@ def expanded(name: str) -> str:
 
 def expanded_argument(argument: str) -> str:
     """The same for an argument of the command line, also after its `=`, where a shell leaves the `~` alone."""
-    option = _OPTION.match(argument)
-    begin = option.end() if option else 0
-    value = argument[begin:]
-    return argument[:begin] + expanded(value) if re.match(r"~[\w-]*(/|$)", value) else argument
+    found = _ARGUMENT.fullmatch(argument)
+    return argument if found is None else (found["option"] or "") + expanded(found["value"])
 
 
 def looks_local(name: str) -> bool:

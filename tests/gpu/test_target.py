@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,26 +315,16 @@ def test_the_first_device_goes_on_while_the_second_works() -> None:
     assert not second_half_done.query()
 
 
-def round_layers(target: Target) -> None:
-    """Round weights by rows, and what comes to a linear layer by tokens, to float8 and back."""
-
-    def rounded(tensor: torch.Tensor) -> torch.Tensor:
-        scale = tensor.abs().amax(-1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max
-        return ((tensor.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(tensor.dtype)
-
-    for module in target.layers.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data = rounded(module.weight.data)
-            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
-
-
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_float8_layers_are_near_bfloat16(how: str) -> None:
+def test_float8_layers_are_near_bfloat16(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every linear layer of the decoder layers is replaced, embedding and head stay; what differs is the rounding."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     tokens = random_tokens(4, 64).cuda()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from float8_target import round_products
+
     plain, rounded, imitated = cut("qwen3"), cut("qwen3"), cut("qwen3")
-    round_layers(imitated)
+    round_products(imitated)
     before = {name for name, module in rounded.layers.named_modules() if isinstance(module, torch.nn.Linear)}
     assert quantize_layers(rounded) == len(before) > 0
     assert rounded.dtype is torch.bfloat16

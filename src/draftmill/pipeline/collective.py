@@ -79,6 +79,8 @@ class Gate:
     what stands behind it in one of the device's few queues. So none launches a sum before all have launched the work
     that comes before it, features of targets on the same devices included, and none launches more before all have
     launched the sum.
+
+    Closing it lets those through who have met and not yet woken, as aborting a `threading.Barrier` would not.
     """
 
     def __init__(self, size: int) -> None:
