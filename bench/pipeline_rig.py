@@ -26,7 +26,7 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import DrafterWorker, Route, Step, TargetWorker, own_stream
+from draftmill.pipeline.workers import FIRST, DrafterWorker, Route, Step, TargetWorker, own_stream
 from draftmill.records import HostBatch
 from draftmill.target.features import TapsReplica
 from draftmill.train.assemble import LOOKAHEAD, build_replica, num_slots
@@ -137,7 +137,7 @@ class Rig:
         def build(seat: Seat) -> None:
             seat.replica = build_replica(setup, self.loaded, seat.device, _log)
 
-        self.in_threads(self.drafters, build)
+        self.in_threads(self.drafters, build, FIRST)
         return [seat.replica.report for seat in self.drafters]
 
     def forget_drafters(self) -> None:
@@ -150,14 +150,14 @@ class Rig:
         if before:
             say(f"drafters let go: {before / GIB:.1f} GiB in tensors before, {allocated(devices) / GIB:.1f} after")
 
-    def in_threads(self, seats: Sequence[Seat], work: Callable[[Seat], None]) -> None:
+    def in_threads(self, seats: Sequence[Seat], work: Callable[[Seat], None], priority: int = 0) -> None:
         """Do the work for every seat in a thread and on a stream of its own, all at once."""
         errors: list[BaseException] = []
 
         def run(seat: Seat) -> None:
             try:
                 started = time.perf_counter()
-                with own_stream(seat.device):
+                with own_stream(seat.device, priority):
                     work(seat)
                 wait_for([seat.device])
                 seat.build_s = time.perf_counter() - started
@@ -219,14 +219,16 @@ class Rig:
         drafters: Sequence[Seat] | None = None,
         *,
         summed: bool = True,
+        after: int = 0,
     ) -> Measured:
         """Targets and drafters together. `drafters` and `targets`: seats, all of the rig's by default.
 
         summed: whether drafters sum their gradients; those that share a device can't, over NCCL.
+        after: batches that follow the measured ones, so that targets have as much to do at their end as at their start.
         """
         targets = self.targets if targets is None else targets
         drafters = self.drafters if drafters is None else drafters
-        race = _Race(self, len(drafters), num_batches, warm_up)
+        race = _Race(self, len(drafters), num_batches, warm_up, after)
         workers = [race.target(index, seat) for index, seat in enumerate(targets)]
         return race.run(workers, [race.drafter(index, seat, summed) for index, seat in enumerate(drafters)])
 
@@ -246,10 +248,11 @@ class Rig:
 class _Race:
     """One run of the pipeline's workers."""
 
-    def __init__(self, rig: Rig, num_drafters: int, num_batches: int, warm_up: int) -> None:
+    def __init__(self, rig: Rig, num_drafters: int, num_batches: int, warm_up: int, after: int = 0) -> None:
         self.rig, self.setup = rig, rig.setup
         self.warm_steps = -(-warm_up // num_drafters)
-        self.steps = self.warm_steps + -(-num_batches // num_drafters)
+        self.measured_steps = self.warm_steps + -(-num_batches // num_drafters)
+        self.steps = self.measured_steps + -(-after // num_drafters)
         self.stream = rig.stream(num_drafters, self.steps)
         self.supervisor = Supervisor()
         self.loader = rig.loader(self.stream, len(rig.targets) + len(rig.drafters))
@@ -369,7 +372,7 @@ class _Race:
 
 
 class _Mark:
-    """The clock of a race: starts when the warm-up's last step is done on all devices, ends with the last step."""
+    """The clock of a race: starts when the warm-up's last step is done on all devices, ends with the last measured."""
 
     def __init__(self, race: _Race) -> None:
         self.race = race
@@ -391,7 +394,7 @@ class _Mark:
         if self.done == self.race.warm_steps:
             self.began = now
             self.before = self.told()
-        elif self.done > self.race.warm_steps:
+        elif self.race.warm_steps < self.done <= self.race.measured_steps:
             self.ended, self.after = now, self.told()
             self.tokens += tokens
             self.batches += batches

@@ -146,7 +146,7 @@ class Collective:
         if device.type == "cuda":
             # A failure is this run's to report: NCCL's own watch would end the process without a word.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            options = dist.ProcessGroupNCCL.Options()
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the drafters' own are
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
         else:
