@@ -131,6 +131,10 @@ class SpecForgeStep:
         self.loss = loss.detach()
 
 
+ANCHORS_ON: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Anchors and which of them count, of the speculators step on each device."""
+
+
 class SpeculatorsStep:
     """speculators', on documents packed into one row of fixed length, compiled for that one shape."""
 
@@ -146,7 +150,8 @@ class SpeculatorsStep:
         inputs = dummy_inputs(setup, device, self.tokens, self.anchors)
         self.features = inputs.features_TF
         self.peer = Speculators(inputs)
-        core.select_anchors = lambda *_arguments, **_named: (self.anchors, self.valid)
+        ANCHORS_ON[device] = (self.anchors, self.valid)
+        core.select_anchors = lambda mask, *_arguments, **_named: ANCHORS_ON[mask.device]  # one for all devices
         self.batch = self.peer.batch
 
     def from_slot(self, batch: HostBatch, features_TF: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -205,6 +205,20 @@ def own_stream(device: torch.device, priority: int = 0) -> Iterator[torch.cuda.S
         yield stream
 
 
+@contextlib.contextmanager
+def streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Make streams of this thread's own current on other CUDA devices. Leaves the last of them as the current device.
+
+    A copy to another device waits for the current stream there: by default the one that all threads share, whose turn
+    may come after whatever waits in the device's few queues.
+    """
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield
+
+
 _CORES = threading.Lock()
 
 
@@ -243,7 +257,8 @@ class TargetWorker(Worker):
 
     def work(self) -> None:
         """Until the loader ends: batch, slot, features, hand over."""
-        with own_stream(self.device), torch.no_grad():
+        others = {channel.device for channel in self.route.channels.values()} - {self.device}
+        with streams_on(sorted(others, key=str)), own_stream(self.device), torch.no_grad():
             self.beats.beat("warming up")
             replica = self.build()
             clock = Clock(self.device)

@@ -24,7 +24,7 @@ from draftmill.drafter.mask import TILE
 from draftmill.drafter.shape import DrafterShape, shape_for
 from draftmill.errors import InputError
 from draftmill.pipeline.collective import Hosts
-from draftmill.pipeline.placement import Placement, has_bfloat16, place
+from draftmill.pipeline.placement import Placement, ask_for_queues, has_bfloat16, place
 from draftmill.pipeline.stream import Stream
 from draftmill.step.choose import check_step
 from draftmill.step.state import CHUNK_ROWS, CHUNK_ROWS_CUDA, StepShape
@@ -76,6 +76,7 @@ class Setup:
 
 def set_up(config: Config, hosts: Hosts) -> Setup:
     """Check everything a run needs. Raises InputError; writes and loads nothing."""
+    ask_for_queues()
     placement = place(config.target.devices, config.drafter.devices)
     if hosts.here > 1 and placement.uses_cuda:
         raise InputError(
