@@ -58,6 +58,12 @@ def median_difference(ours: torch.Tensor, expected: torch.Tensor) -> float:
     return largest_difference([ours.cpu()], [expected.cpu()])
 
 
+def rounding(kind: str, batch, expected: torch.Tensor) -> float:
+    """By how much two ways of computing the same in bfloat16 may differ: gpt-oss's features are 7 % from float32's."""
+    exact = real_tokens(TapsReplica(cut(kind, torch.float32), TAPS).forward(batch), batch)
+    return max(0.05, 3.0 * median_difference(expected, exact))
+
+
 def in_thread(work):
     """What `work` returns in a worker's circumstances: a thread and a stream of its own."""
     found, errors = [], []
@@ -99,7 +105,7 @@ def test_packed_documents_have_the_features_of_documents_alone(kind: str, dtype:
     got = real_tokens(replica.forward(packed), packed)
     expected = real_tokens(TapsReplica(cut(kind, dtype), TAPS).forward(apart), apart)
     # another kernel in bfloat16; where documents leak into one another the difference is about one
-    assert median_difference(got, expected) < (1e-4 if dtype is torch.float32 else 0.05)
+    assert median_difference(got, expected) < (1e-4 if dtype is torch.float32 else rounding(kind, apart, expected))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt-oss", "mistral"])
@@ -285,8 +291,9 @@ def test_a_target_over_two_devices(kind: str, packed: bool) -> None:
     batch = packed_batch(held, ROW) if packed else bucketed_batch([row[0] for row in held], ROW)
     taps = TapsReplica(group, TAPS, "auto", packed).forward(batch)
     assert {tap.device for tap in taps} == {devices[-1]}
-    expected = TapsReplica(cut(kind), TAPS, "eager", packed).forward(batch)
-    assert median_difference(real_tokens(taps, batch), real_tokens(expected, batch)) < 0.05
+    expected = real_tokens(TapsReplica(cut(kind), TAPS, "eager", packed).forward(batch), batch)
+    alone = bucketed_batch([document for row in held for document in row], ROW) if packed else batch
+    assert median_difference(real_tokens(taps, batch), expected) < rounding(kind, alone, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices here")
