@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -207,8 +206,7 @@ def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp
     assert "--dtype must be one of auto, bfloat16, float16, float32, got 'int4'" in error("--dtype", "int4")
     assert "--thinking must be one of auto, on, off, got 'maybe'" in error("--thinking", "maybe")
     assert "has no enable_thinking" in error("--thinking", "on")
-    missing = "needs matplotlib" if importlib.util.find_spec("matplotlib") is None else "there is no folder"
-    assert missing in error("--plot", str(tmp_path / "nowhere/plot.png"))
+    assert "there is no folder" in error("--plot", str(tmp_path / "nowhere/plot.png"))
     if not torch.cuda.is_available():
         assert "this machine has 0 CUDA devices" in error("--device", "cuda:0")
         assert "graphs can be captured on CUDA only" in error("--graphs", "on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
@@ -283,12 +284,9 @@ def test_report_json_and_card_say_the_same() -> None:
         assert expected in text
 
 
-def test_plot(tmp_path: Any) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        with pytest.raises(InputError, match="a plot needs matplotlib"):
-            report.plot(made_up(), tmp_path / "p.png")
-        return
+def test_plot(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report.plot(made_up(), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="a plot needs matplotlib"):
+        report.plot(made_up(), tmp_path / "q.png")
