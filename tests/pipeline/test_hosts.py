@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from draftmill.errors import InputError
 from draftmill.pipeline.channel import ChannelClosed
-from draftmill.pipeline.collective import Collective, Gate, Hosts
+from draftmill.pipeline.collective import Collective, Gate, Hosts, name_of_start
 from draftmill.pipeline.meeting import Meeting
+from draftmill.pipeline.supervision import HostEnded
 
 CPU = torch.device("cpu")
 SOON_S = 5.0
@@ -265,11 +266,117 @@ def test_one_host_stops_at_once() -> None:
 
 
 def test_the_environment_of_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert Hosts.from_environment() == Hosts(0, 1, False, 0)
+    assert Hosts.from_environment() == Hosts(0, 1, False)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert Hosts.from_environment() == Hosts(1, 4, True, 2, 2)
+    assert Hosts.from_environment() == Hosts(1, 4, True, 2)
+
+
+# A start, and the end of another host
+
+
+def names(store: dist.Store, count: int, late: float = 0.0) -> list[str]:
+    """The name that each of so many processes is given; the first host comes first, the others later."""
+    found = [""] * count
+
+    def process(rank: int) -> None:
+        found[rank] = name_of_start(store, Hosts(rank, count), lambda line: None, SOON_S)
+
+    threads = [start(lambda: process(0))]
+    time.sleep(late)
+    threads += [start(lambda rank=rank: process(rank)) for rank in range(1, count)]
+    for thread in threads:
+        thread.join(2 * SOON_S)
+    return found
+
+
+def test_processes_of_one_start_share_a_name_and_those_of_the_next_have_another() -> None:
+    """The store of torchrun's agent stays, with all that the processes before wrote."""
+    store = dist.HashStore()
+    starts = [names(store, 3), names(store, 3, late=0.4), names(store, 2)]
+    for start_names in starts:
+        assert len(set(start_names)) == 1
+        assert start_names[0]
+    assert len({start_names[0] for start_names in starts}) == 3
+
+
+def test_a_process_that_died_before_it_answered_is_not_waited_for_nor_counted_on() -> None:
+    store = dist.HashStore()
+    store.set("here/1", "one that is dead")
+    found = names(store, 2, late=0.4)  # the first host calls the dead one until the living one has come
+    assert found[0] == found[1] != ""
+
+
+def test_a_host_that_does_not_start_is_told_of_and_not_waited_for_without_end() -> None:
+    with pytest.raises(RuntimeError, match=r"host 0 waited 0\.005 minutes for all 2 hosts to start the run"):
+        name_of_start(dist.HashStore(), Hosts(0, 2), lambda line: None, 0.3)
+
+
+def two_meetings() -> list[Meeting]:
+    store = dist.HashStore()
+    return [Meeting(Hosts(rank, 2), store, lookahead=2, timeout_s=2 * SOON_S) for rank in range(2)]
+
+
+def raised_by(function: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread]:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    return errors, start(run)
+
+
+def test_a_host_that_fails_ends_the_others_wait_for_it() -> None:
+    first, second = two_meetings()
+    errors, thread = raised_by(lambda: first.exchange("loading targets", "no"))
+    time.sleep(0.2)
+    assert thread.is_alive()
+    second.end("MemoryError: made up")
+    thread.join(SOON_S)
+    (error,) = errors
+    assert isinstance(error, HostEnded)
+    assert not error.stopped
+    assert str(error) == "host 1 has ended its run: MemoryError: made up"
+
+
+def test_a_wish_to_stop_ends_a_wait_on_all_hosts() -> None:
+    first, second = two_meetings()
+    wish = ["no"]
+    errors, thread = raised_by(lambda: first.exchange("loading targets", "no", wish=lambda: wish[0]))
+    time.sleep(0.2)
+    assert thread.is_alive()
+    wish[0] = "graceful"
+    thread.join(SOON_S)
+    with pytest.raises(HostEnded) as later:
+        second.exchange("choosing devices", None)  # which the first host never comes to
+    for error in (errors[0], later.value):
+        assert isinstance(error, HostEnded)
+        assert error.stopped
+        assert "asked to stop while it waited for host 1 at: loading targets" in str(error)
+
+
+def test_a_host_that_trains_hears_of_anothers_end_once_and_not_of_its_own() -> None:
+    first, second = two_meetings()
+    heard: list[list[HostEnded]] = [[], []]
+    with first.watched(heard[0].append), second.watched(heard[1].append):
+        second.end("worker drafter-2 on cuda:6 failed")
+        second.end("a second word counts for nothing")
+        deadline = time.monotonic() + SOON_S
+        while not heard[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(1.2)
+    assert [str(one) for one in heard[0]] == ["host 1 has ended its run: worker drafter-2 on cuda:6 failed"]
+    assert heard[1] == []
+
+
+def test_one_host_alone_tells_nobody() -> None:
+    alone = Meeting(Hosts(), None, lookahead=2)
+    alone.end("made up")
+    with alone.watched(lambda ended: pytest.fail(str(ended))):
+        assert alone.exchange("loading targets", "no") == ["no"]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,43 @@ from tiny import config_of, small_world
 
 TWO_HOSTS = Path(__file__).parents[1] / "two_hosts.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@contextmanager
+def agents(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two hosts' torchrun on this machine, with one process each, training folder/run.yaml; killed at the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", folder.name]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        *where,
+        *options,
+    ]
+    command += ["-m", "draftmill", "train", str(folder / "run.yaml")]
+    started = []
+    for number in range(2):
+        with (folder / f"agent-{number}").open("w") as out:
+            started.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=out, start_new_session=True))
+    try:
+        yield started
+    finally:
+        for agent in started:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+
+def told(folder: Path) -> str:
+    """What the agents and their processes printed last."""
+    return "\n".join((folder / f"agent-{number}").read_text()[-3000:] for number in range(2))
 
 
 @pytest.fixture(scope="module")
@@ -106,26 +146,20 @@ def test_a_failure_on_one_host_ends_the_others_within_seconds(scenarios: dict[st
 
 
 def test_torchrun_starts_a_killed_host_again_and_the_run_ends_as_if_nothing_was(tmp_path: Path) -> None:
-    """`--max-restarts 1`, and kill -9 of the second host in the middle: two drafters against one process with two."""
+    """An agent a host, and kill -9 of the second host's process in the middle: two drafters against one process with
+    two. Only the second agent counts a failure; the first starts its process again because the other joins anew."""
     sections = small_world(tmp_path)
     settings = ("train.epochs=8", "checkpoint.every_steps=2", "train.evaluate_every=5")
     one, run = tmp_path / "one", tmp_path / "run"
     train(config_of(sections, f"run.dir={one}", "drafter.devices=[cpu, cpu]", *settings), console=False)
     (tmp_path / "run.yaml").write_text(config_of(sections, f"run.dir={run}", *settings).to_yaml())
-    options = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "draftmill", "train"]
-    with (tmp_path / "out").open("w") as out:
-        torchrun = subprocess.Popen([*command, str(tmp_path / "run.yaml")], env=ENVIRONMENT, stdout=out, stderr=out)
-        try:
-            while torchrun.poll() is None and (latest(run) is None or latest(run).step < 6):
-                time.sleep(0.01)
-            state = read_json(run / "host-1" / "state.json")
-            assert state is not None, (tmp_path / "out").read_text()[-4000:]
-            os.kill(state["process"]["pid"], signal.SIGKILL)
-            assert torchrun.wait(timeout=120) == 0, (tmp_path / "out").read_text()[-4000:]
-        finally:
-            torchrun.kill()
-            torchrun.wait()
+    with agents(tmp_path, "--max-restarts", "3") as started:
+        while all(agent.poll() is None for agent in started) and (latest(run) is None or latest(run).step < 6):
+            time.sleep(0.01)
+        state = read_json(run / "host-1" / "state.json")
+        assert state is not None, told(tmp_path)
+        os.kill(state["process"]["pid"], signal.SIGKILL)
+        assert [agent.wait(timeout=150) for agent in started] == [0, 0], told(tmp_path)
     log = (run / "run.log").read_text()
     assert "going on from step-" in log
     assert str(read_status(run).phase) == "finished"

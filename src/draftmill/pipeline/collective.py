@@ -6,9 +6,11 @@ none. Reads the environment that torchrun sets, and nothing else does so but the
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,8 @@ TIMEOUT_S = 20 * 60.0
 LEAVE_S = 20.0
 """How long a drafter that is done waits for its group to let go."""
 _VERDICT, _ENTER, _LEAVE = "verdict", "enter", "leave"
+TELL_AFTER_S = 10.0
+"""A wait for other hosts that lasts longer is told once."""
 LOOK_EVERY_S = 0.1
 """How often a store is asked for what is not there yet: its own way of waiting can't be ended from here."""
 
@@ -32,14 +36,13 @@ LOOK_EVERY_S = 0.1
 class Hosts:
     """This host's place among the run's hosts; one host where torchrun did not start the process.
 
-    elastic: torchrun started the process, and may start it again after a failure. restarts: how often it has.
+    elastic: torchrun started the process, and may start it again after a failure.
     here: how many of the run's processes are on this machine; more than one only to try things out on a CPU.
     """
 
     rank: int = 0
     count: int = 1
     elastic: bool = False
-    restarts: int = 0
     here: int = 1
 
     @classmethod
@@ -49,13 +52,17 @@ class Hosts:
             int(os.environ.get("RANK", "0")),
             int(os.environ.get("WORLD_SIZE", "1")),
             "TORCHELASTIC_RUN_ID" in os.environ,
-            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
 
 
-def hosts_store(hosts: Hosts) -> dist.Store | None:
-    """The store over which hosts and their drafters find one another: torchrun's; None for one host alone."""
+def hosts_store(
+    hosts: Hosts, tell: Callable[[str], None] = lambda line: None, timeout_s: float = 60 * 60.0
+) -> dist.Store | None:
+    """The store over which hosts and their drafters find one another: torchrun's; None for one host alone.
+
+    tell: given a line where it takes long. Raises RuntimeError where not all hosts come in time.
+    """
     if hosts.count == 1:
         return None
     # torchrun's agent serves its own store at this address; every process is a client of it.
@@ -68,7 +75,52 @@ def hosts_store(hosts: Hosts) -> dist.Store | None:
         timeout=timedelta(seconds=TIMEOUT_S),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(f"draftmill/{hosts.restarts}", store)
+    name = name_of_start(dist.PrefixStore("draftmill/starts", store), hosts, tell, timeout_s)
+    return dist.PrefixStore(f"draftmill/{name}", store)
+
+
+def name_of_start(store: dist.Store, hosts: Hosts, tell: Callable[[str], None], timeout_s: float) -> str:
+    """A name that the processes of this start of the run share, and those of no other start.
+
+    The store outlives processes that are started again, with all that they wrote, and no number that torchrun gives
+    says which start it is: an agent counts only those of its own failures. So each process writes who it is, the first
+    host calls the roll, and it holds once every process that is on it has answered. The dead do not answer.
+
+    Raises RuntimeError where not all hosts come in time.
+    """
+    me, others = uuid.uuid4().hex, range(1, hosts.count)
+    pause, started, told = threading.Event(), time.monotonic(), False
+    roll: list[str] = []
+    name = ""
+    if hosts.rank:
+        store.set(f"here/{hosts.rank}", me)
+    while True:
+        if hosts.rank == 0:
+            if store.check([f"here/{rank}" for rank in others]):
+                found = [me, *(store.get(f"here/{rank}").decode() for rank in others)]
+                if found != roll:
+                    roll, name = found, uuid.uuid4().hex
+                    store.set("roll", json.dumps({"name": name, "processes": roll}))
+                elif store.check([f"{name}/{rank}" for rank in others]):
+                    store.set(f"{name}/holds", "")
+                    return name
+        else:
+            if store.check(["roll"]):
+                called = json.loads(store.get("roll"))
+                if me in called["processes"] and called["name"] != name:
+                    name = called["name"]
+                    store.set(f"{name}/{hosts.rank}", "")
+            if name and store.check([f"{name}/holds"]):
+                return str(name)
+        waited_s = time.monotonic() - started
+        if waited_s > timeout_s:
+            raise RuntimeError(
+                f"host {hosts.rank} waited {timeout_s / 60:.3g} minutes for all {hosts.count} hosts to start the run"
+            )
+        if not told and waited_s > TELL_AFTER_S:
+            told = True
+            tell(f"waiting for all {hosts.count} hosts to start the run; {timeout_s / 60:.3g} minutes at most")
+        pause.wait(LOOK_EVERY_S)
 
 
 class Gate:
@@ -144,8 +196,9 @@ class Collective:
         _meet(store, rank, size, closed, built, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         if device.type == "cuda":
-            # A failure is this run's to report: NCCL's own watch would end the process without a word.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            # A failure is this run's to report: NCCL's own watch, which torchrun asks for, would end the process
+            # without a word. Hosts tell one another when they end (meeting.py).
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the drafters' own are
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)

@@ -7,22 +7,33 @@ host that loads or saves for long keeps no group waiting.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from draftmill.errors import InputError
-from draftmill.pipeline.collective import LOOK_EVERY_S, Hosts
+from draftmill.pipeline.collective import LOOK_EVERY_S, TELL_AFTER_S, Hosts
+from draftmill.pipeline.supervision import HostEnded
 
 TIMEOUT_S = 60 * 60.0
 """How long a host waits for another to come to the same point."""
-TELL_AFTER_S = 10.0
-"""A wait that lasts longer is told once."""
-_STOP = "stop"
+WATCH_EVERY_S = 1.0
+"""How often a host that trains looks whether another's run has ended."""
+_STOP, _ENDED = "stop", "ended"
 T = TypeVar("T")
+Tell = Callable[[str], None]
+Wish = Callable[[], str]
+"""Whether this host was asked to stop: "no", or how."""
+
+
+def warn(line: str) -> None:
+    """Where there is no log of a run yet."""
+    logging.getLogger(__name__).warning(line)
 
 
 class Meeting:
@@ -36,18 +47,56 @@ class Meeting:
         self._store: dist.Store | None = None if store is None else store.clone()  # type: ignore[attr-defined]
         self._stop: tuple[int, str] | None = None
 
-    def exchange(self, what: str, value: Any, tell: Callable[[str], None] = lambda line: None) -> list[Any]:
+    def exchange(self, what: str, value: Any, tell: Tell = warn, wish: Wish = lambda: "no") -> list[Any]:
         """Give every host a JSON value, and wait for theirs; returns all of them, by rank.
 
         what: the point the hosts come to, in the words of a message; every host comes to each once, in the same order.
-        Raises RuntimeError, naming host and point, where one does not come in time.
+        wish: a wish to stop ends the wait, and all hosts' with it.
+        Raises HostEnded where a host ends or is asked to stop meanwhile; RuntimeError, naming host and point, where one
+        does not come in time.
         """
         if self._store is None:
             return [value]
         self._store.set(f"{what}/{self.hosts.rank}", json.dumps(value))
-        return [json.loads(self._wait(what, rank, tell)) for rank in range(self.hosts.count)]
+        return [json.loads(self._wait(what, rank, tell, wish)) for rank in range(self.hosts.count)]
 
-    def leave(self, tell: Callable[[str], None] = lambda line: None) -> None:
+    def end(self, why: str, *, stopped: bool = False) -> None:
+        """Tell the others, wherever they are, that this host's run ends early. The first such word of all holds."""
+        if self._store is None:
+            return
+        word = json.dumps({"rank": self.hosts.rank, "why": why, "stopped": stopped})
+        try:  # by a client of its own: this may be another thread than the one that waits
+            self._store.clone().compare_set(_ENDED, "", word)  # type: ignore[attr-defined]
+        except RuntimeError as error:  # its host may have gone first
+            warn(f"the other hosts could not be told that this one has ended: {error}")
+
+    @contextmanager
+    def watched(self, fail: Callable[[HostEnded], None]) -> Iterator[None]:
+        """While in it, call `fail` within seconds of the end of another host's run, from a thread of its own."""
+        if self._store is None:
+            yield
+            return
+        store, over = self._store.clone(), threading.Event()  # type: ignore[attr-defined]
+
+        def watch() -> None:
+            while not over.wait(WATCH_EVERY_S):
+                try:
+                    ended = self._ended(store)
+                except RuntimeError as error:
+                    ended = HostEnded(f"the store that the hosts share can't be reached: {error}", stopped=False)
+                if ended is not None and not over.is_set():
+                    fail(ended)
+                    return
+
+        thread = threading.Thread(target=watch, name="host-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(2 * WATCH_EVERY_S)
+
+    def leave(self, tell: Tell = warn) -> None:
         """The last word, once all drafters are done. The first host, which may serve the store, waits for the others'.
 
         Raises RuntimeError, as `exchange` does.
@@ -59,7 +108,7 @@ class Meeting:
             self._store.set(f"leaving/{self.hosts.rank}", "null")
             return
         for rank in range(1, self.hosts.count):
-            self._wait("leaving", rank, tell)
+            self._wait("leaving", rank, tell, lambda: "no")
 
     def compare(self, facts: dict[str, Any]) -> None:
         """Refuse hosts that are not set up alike. Raises InputError that names every fact in which one differs."""
@@ -72,13 +121,15 @@ class Meeting:
                 self.leave()
                 raise InputError(f"host {rank} is not set up as host 0 is: {'; '.join(unlike)}; make them equal")
 
-    def first_decides(self, what: str, decide: Callable[[], T], told: Callable[[T], Any]) -> T | Any:
+    def first_decides(
+        self, what: str, decide: Callable[[], T], told: Callable[[T], Any], wish: Wish = lambda: "no"
+    ) -> T | Any:
         """What the first host decides: there the value itself, on the others what it tells of it, a JSON value.
 
-        Raises, on all of them, the InputError that deciding raised.
+        Raises, on all of them, the InputError that deciding raised; otherwise as `exchange` does.
         """
         if self.hosts.rank:
-            word = self.exchange(what, None)[0]
+            word = self.exchange(what, None, wish=wish)[0]
             if word["refused"] is None:
                 return word["told"]
             self.leave()
@@ -108,10 +159,25 @@ class Meeting:
                 self._stop = int(last), how
         return self._stop[1] if self._stop is not None and step >= self._stop[0] else "no"
 
-    def _wait(self, what: str, rank: int, tell: Callable[[str], None]) -> bytes:
+    def _ended(self, store: dist.Store) -> HostEnded | None:
+        """Whether a host's run has ended early; this one's own does not count."""
+        if not store.check([_ENDED]):
+            return None
+        word = json.loads(store.get(_ENDED))
+        if word["rank"] == self.hosts.rank:
+            return None
+        return HostEnded(f"host {word['rank']} has ended its run: {word['why']}", stopped=word["stopped"])
+
+    def _wait(self, what: str, rank: int, tell: Tell, wish: Wish) -> bytes:
         assert self._store is not None
         key, pause, started, told = f"{what}/{rank}", threading.Event(), time.monotonic(), False
         while not self._store.check([key]):
+            if (ended := self._ended(self._store)) is not None:
+                raise ended
+            if wish() != "no":
+                why = f"it was asked to stop while it waited for host {rank} at: {what}"
+                self.end(why, stopped=True)
+                raise HostEnded(why, stopped=True)
             waited_s = time.monotonic() - started
             if waited_s > self.timeout_s:
                 raise RuntimeError(

@@ -29,13 +29,28 @@ class Stalled(RuntimeError):
     """No worker has made progress for longer than `pipeline.stall_s`."""
 
 
+class HostEnded(RuntimeError):
+    """Another host's run has ended early, or this host was asked to stop while it waited for another.
+
+    stopped: somebody asked for it; it is no failure.
+    """
+
+    def __init__(self, message: str, *, stopped: bool) -> None:
+        super().__init__(message)
+        self.stopped = stopped
+
+
+Failure = WorkerFailed | Stalled | HostEnded
+"""What ends a run before its time."""
+
+
 class Supervisor:
     """Holds the first failure and the things to close when it comes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closers: list[Callable[[], None]] = []
-        self._failure: WorkerFailed | Stalled | None = None
+        self._failure: Failure | None = None
         self._closed = False
 
     def on_close(self, closer: Callable[[], None]) -> None:
@@ -46,7 +61,7 @@ class Supervisor:
                 return
         closer()
 
-    def fail(self, failure: WorkerFailed | Stalled) -> None:
+    def fail(self, failure: Failure) -> None:
         """Report a failure. Only the first is kept; all workers are stopped."""
         with self._lock:
             if self._failure is None and not self._closed:
@@ -72,7 +87,7 @@ class Supervisor:
         return self._closed
 
     @property
-    def failure(self) -> WorkerFailed | Stalled | None:
+    def failure(self) -> Failure | None:
         """The first failure, if there is one."""
         return self._failure
 

@@ -5,7 +5,7 @@
                      gives    the features, written into the slot, and frees nothing else
     drafter worker   takes    a ticket from the main thread, then its batches, in order, from its channel
                      waits    for the targets, and for the other drafters in the all-reduce
-                     gives    a result for each ticket; releases a slot once its step has read it
+                     gives    a result for each ticket; releases a slot once it has copied from it for the last time
 
 Knows no drafter mathematics: what a step, an update or an evaluation is, the replica says. All CUDA work of a worker
 runs on the worker's own stream.
@@ -401,8 +401,8 @@ class DrafterWorker(Worker):
                 number, slot = self._take()
                 with cores(self.device):
                     replica.load(slot, 0)
+                    self._release(number, slot)
                     replica.evaluate()
-                self._release(number, slot)
             self._cut(WORK)
             collective.sum_(*replica.evaluated())
             self._cut(SUM)
@@ -428,9 +428,9 @@ class DrafterWorker(Worker):
             number, slot = self.held[index] if draws > 1 else self.held.pop()
             with cores(self.device):
                 replica.load(slot, draw)
+                if last:  # what a step needs of the slot is in its own buffers
+                    self._release(number, slot)
                 replica.accumulate()
-            if last:
-                self._release(number, slot)
         if last:
             self.held.clear()
 

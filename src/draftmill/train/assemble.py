@@ -19,7 +19,7 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.channel import Channel
 from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.features import FeatureCache
-from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, WorkerFailed
+from draftmill.pipeline.supervision import Failure, StallWatch, Supervisor
 from draftmill.pipeline.team import Team
 from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import WorkItem
@@ -65,7 +65,7 @@ class Running:
 
 
 @contextmanager
-def running_team(parts: Parts, abandon: Callable[[WorkerFailed | Stalled | None], None]) -> Iterator[Running]:
+def running_team(parts: Parts, abandon: Callable[[Failure | None], None]) -> Iterator[Running]:
     """Start loader and workers; end them, whatever happens.
 
     abandon: ends the process, with the first failure at hand, where the main thread itself hangs.

@@ -64,7 +64,9 @@ def with_best_split(
     if not _is_open(setup.config) or num_gpus < 2:
         return setup
     run.phase(Phase.STARTING, "choosing devices")
-    found = meeting.first_decides("choosing devices", lambda: _best(setup, run, num_gpus), lambda devices: devices)
+    found = meeting.first_decides(
+        "choosing devices", lambda: _best(setup, run, num_gpus), lambda devices: devices, run.stop_requested
+    )
     chosen = set_up(_with_devices(setup.config, *found), setup.hosts)
     write_config(run.path, chosen.config.to_yaml())
     write_json(run.path / ENVIRONMENT_FILE, environment(chosen))

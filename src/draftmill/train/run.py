@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from draftmill.monitor.layout import STATE_FILE
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.collective import Hosts, hosts_store
-from draftmill.pipeline.meeting import Meeting
-from draftmill.pipeline.supervision import Stalled, WorkerFailed
+from draftmill.pipeline.meeting import Meeting, warn
+from draftmill.pipeline.supervision import Failure, HostEnded, Stalled, WorkerFailed
 from draftmill.train.assemble import LOOKAHEAD, Parts, running_team
 from draftmill.train.loading import Loaded, load_targets
 from draftmill.train.loop import training_loop
@@ -65,21 +64,25 @@ def train(
     setup = set_up(devices_as_before(config, run_dir), hosts)
     check_costs(setup)
     check_memory(setup, held_by_others(_gpu_uuids(setup)))
-    store = hosts_store(hosts)
+    store = hosts_store(hosts, warn)
     meeting = Meeting(hosts, store, lookahead=LOOKAHEAD)
-    meeting.compare(facts_to_share(setup))
-    start = find_start(setup, run_dir, resume, meeting)
-    if start.finished is not None:
-        logging.getLogger(__name__).warning(start.finished)
-        meeting.leave()
-        return run_dir
-    with _directory(setup, run_dir, start, meeting, console) as run:
-        begun(run.path)
-        try:
-            run.finish(_train(setup, run, run_dir, start, store, meeting, observe))
-        except (WorkerFailed, NotFinite, Stalled) as failure:
-            _record(run, failure)
-            raise
+    try:
+        meeting.compare(facts_to_share(setup))
+        start = find_start(setup, run_dir, resume, meeting)
+        if start.finished is not None:
+            warn(start.finished)
+            meeting.leave()
+            return run_dir
+        with _directory(setup, run_dir, start, meeting, console) as run:
+            begun(run.path)
+            try:
+                run.finish(_train(setup, run, run_dir, start, store, meeting, observe))
+            except (WorkerFailed, NotFinite, Stalled, HostEnded) as failure:
+                _record(run, failure)
+                raise
+    except BaseException as error:
+        meeting.end(str(error) or type(error).__name__)
+        raise
     return run_dir
 
 
@@ -90,12 +93,14 @@ def ended_by(failure: BaseException | None) -> int:
     return 2 if isinstance(failure, Unusable) else 1
 
 
-def _record(run: RunDirectory, failure: WorkerFailed | NotFinite | Stalled | None) -> None:
+def _record(run: RunDirectory, failure: Failure | NotFinite | None) -> None:
     """Write down how the run ended."""
     if isinstance(failure, WorkerFailed):
         run.crash(failure, failure.worker, failure.device, failure.step)
     elif isinstance(failure, NotFinite):
         run.crash(failure, step=failure.step)
+    elif isinstance(failure, HostEnded):
+        run.crash(failure)
     else:
         run.log.error(f"{failure or 'the main thread hangs'}; where every thread stood is above")
         run.finish(Phase.STALLED)
@@ -143,9 +148,16 @@ def _train(
 ) -> Phase:
     try:
         setup, loaded = _load(setup, run, start, meeting)
+        wish = run.stop_requested
+        wishes = meeting.exchange("loading targets", wish(), run.log.info, wish)
     except InputError as error:
         raise Unusable(str(error)) from error
-    if any(wish != "no" for wish in meeting.exchange("loading targets", run.stop_requested(), run.log.info)):
+    except HostEnded as ended:
+        if not ended.stopped:
+            raise
+        run.log.info(str(ended))
+        return Phase.STOPPED
+    if any(wish != "no" for wish in wishes):
         meeting.leave(run.log.info)
         return Phase.STOPPED  # nothing was trained yet, so there is nothing to save
     run.phase(Phase.WARMING_UP)
@@ -157,8 +169,9 @@ def _train(
         if checkpoint is not None:
             replica.restore(checkpoint)
 
-    def abandon(failure: WorkerFailed | Stalled | None) -> None:
+    def abandon(failure: Failure | None) -> None:
         _record(run, failure)
+        meeting.end(str(failure or "its main thread hangs"))
         run.close()
         os._exit(ended_by(failure))
 
@@ -168,7 +181,8 @@ def _train(
         reporter = Reporter(setup, run, observe, running, accept_length)
         if start.resumes:
             reporter.resumed(start.first_step)
-        phase = training_loop(setup, running.team, meeting, saver, reporter, start.first_step)
+        with meeting.watched(running.team.supervisor.fail):
+            phase = training_loop(setup, running.team, meeting, saver, reporter, start.first_step)
         meeting.leave(run.log.info)
         return phase
 
