@@ -22,9 +22,11 @@ import torch
 
 from draftmill.checkpoint import checkpoints, load
 from draftmill.cli import main as command_line
+from draftmill.errors import InputError
 from draftmill.monitor.metrics import read_metrics
 from draftmill.monitor.status import NoRun, read_status
 from draftmill.train import replica
+from draftmill.train import run as run_module
 from forking import code_of, forked
 from tiny import config_of, small_world
 
@@ -181,6 +183,21 @@ def failing(hosts: Hosts) -> dict[str, Any]:
     }
 
 
+def unloadable(hosts: Hosts) -> dict[str, Any]:
+    """The second host's target can't be loaded; the first waits for it meanwhile."""
+
+    def break_second(rank: int) -> None:
+        def load_targets(*_: Any) -> Any:
+            raise InputError("made up: its weights are damaged")
+
+        if rank == 1:
+            run_module.load_targets = load_targets
+
+    began = time.monotonic()
+    codes = ends(hosts.start("unloadable", before=break_second))
+    return {"codes": codes, "told": hosts.told("unloadable"), "seconds": time.monotonic() - began}
+
+
 def main(folder: Path) -> dict[str, Any]:
     """Every scenario."""
 
@@ -196,7 +213,7 @@ def main(folder: Path) -> dict[str, Any]:
     if code := code_of(forked(begin, folder / "one.out")):
         raise SystemExit(f"the run on one host ended with code {code}: {(folder / 'one.out').read_text()[-2000:]}")
     hosts = Hosts(folder, json.loads((folder / "world.json").read_text()))
-    return {scenario.__name__: scenario(hosts) for scenario in (alike, stopped, unlike, refused, failing)}
+    return {scenario.__name__: scenario(hosts) for scenario in (alike, stopped, unlike, refused, failing, unloadable)}
 
 
 if __name__ == "__main__":

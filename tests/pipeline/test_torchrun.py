@@ -141,8 +141,18 @@ def test_a_failure_on_one_host_ends_the_others_within_seconds(scenarios: dict[st
     assert ended["seconds"] < 30
     assert "drafter-3 on cpu failed at step 3" in ended["reasons"][1] or "drafter-2" in ended["reasons"][1]
     assert "ArithmeticError: made up" in ended["reasons"][1]
-    assert "was broken off" in ended["reasons"][0]
-    assert "where another host's run has ended, its log says why" in ended["told"][0]
+    # whichever comes first: the other's own word, or the sum that it left
+    by_word = "host 1 has ended its run: worker drafter-" in ended["told"][0]
+    by_sum = "where another host's run has ended, its log says why" in ended["told"][0]
+    assert by_word or by_sum, ended["told"][0]
+
+
+def test_a_host_that_can_not_load_its_target_ends_the_one_that_waits_for_it(scenarios: dict[str, Any]) -> None:
+    ended = scenarios["unloadable"]
+    assert ended["codes"] == [1, 2]
+    assert ended["seconds"] < 30
+    assert "host 1 has ended its run: made up: its weights are damaged" in ended["told"][0]
+    assert "made up: its weights are damaged" in ended["told"][1]
 
 
 def test_torchrun_starts_a_killed_host_again_and_the_run_ends_as_if_nothing_was(tmp_path: Path) -> None:
