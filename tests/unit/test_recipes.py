@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3Config
 
-from draftmill.config import Config, gamma_for, load_config
+from draftmill.config import Config, load_config
 from draftmill.drafter.loss import LossRule
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.shape import shape_for
@@ -211,7 +211,7 @@ def test_one_step(recipe: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator).mul_(0.02)
     head = TargetHead(matrix, matrix)
-    rule = LossRule(config.train.gamma or gamma_for(shape.block_size))
+    rule = LossRule.of(config.train, shape.block_size)
     state = StepState(Drafter(shape, seed=config.run.seed), head, rule, slots, CPU, torch.float32)
     state.load(random_features(work, shape, CPU, torch.float32), random_blocks(work, shape, slots))
     state.begin()
