@@ -8,6 +8,7 @@ or a device exists is found out by its room.
 from __future__ import annotations
 
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -36,22 +37,26 @@ Place = Annotated[str, AfterValidator(expanded)]
 LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
-def _checked_devices(value: Devices) -> Devices:
+_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")
+
+
+def _checked_devices(value: Any) -> Any:
+    """Whether each name can be a device's anywhere; which devices this host has, the placement finds out."""
     if value == "auto":
         return value
+    if not isinstance(value, list):
+        raise ValueError(f"must be auto or a list, as in [cpu] or [cuda:0, cuda:1], got {value!r}")
     if not value:
         raise ValueError("name at least one device, or auto")
     for device in value:
-        for name in device if isinstance(device, list) else [device]:
-            kind, _, index = name.partition(":")
-            if not (name == "cpu" or (kind == "cuda" and index.isdigit())):
-                raise ValueError(f"a device is cpu or cuda:N, got {name!r}")
-    return value
-
-
-def _listed_devices(value: Any) -> Any:
-    if isinstance(value, str) and value != "auto":
-        raise ValueError(f"must be auto or a list, as in [cpu] or [cuda:0, cuda:1], got {value!r}")
+        names = device if isinstance(device, list) else [device]
+        if not names:
+            raise ValueError(f"an inner list names the devices of one replica, got an empty one in {value}")
+        for name in names:
+            if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
+                raise ValueError(f"a device is cpu or cuda:N with a plain number, as in cuda:0, got {name!r}")
+            if name != "cpu" and names.count(name) > 1:
+                raise ValueError(f"a group takes a GPU once, got {name} more than once in {names}")
     return value
 
 
@@ -105,12 +110,7 @@ class TargetConfig(_Section):
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return _listed_devices(value)
-
-    @field_validator("devices")
-    @classmethod
-    def _devices(cls, value: Devices) -> Devices:
+    def _devices(cls, value: Any) -> Any:
         return _checked_devices(value)
 
 
@@ -184,12 +184,7 @@ class DrafterConfig(_Section):
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return _listed_devices(value)
-
-    @field_validator("devices")
-    @classmethod
-    def _devices(cls, value: Devices) -> Devices:
+    def _devices(cls, value: Any) -> Any:
         value = _checked_devices(value)
         if value != "auto" and any(isinstance(device, list) for device in value):
             raise ValueError(f"a drafter lives on one device, got a group in {value}")

@@ -487,6 +487,16 @@ def test_devices_that_are_not_here_are_refused_by_name(monkeypatch: pytest.Monke
     assert (placement.targets, placement.drafters) == (((CPU,),), (CPU,))
 
 
+@pytest.mark.parametrize("number", [128, 255, 256, 257, 999])
+def test_a_number_that_torch_would_wrap_around_is_refused(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """torch.device keeps 8 bits: cuda:256 would be cuda:0, and cuda:255 the current one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match=rf"target.devices: cuda:{number} is not on this host, which has cuda:0..1"):
+        place([["cuda:0", f"cuda:{number}"]], ["cuda:1"])
+    with pytest.raises(InputError, match=rf"drafter.devices: cuda:{number} is not on this host"):
+        place("auto", [f"cuda:{number}"])
+
+
 def test_a_target_on_one_kind_of_device_and_a_drafter_on_another_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(

@@ -93,12 +93,12 @@ def _choose(num_gpus: int) -> tuple[Devices, Devices]:
 
 
 def _device(name: str, field: str) -> torch.device:
-    device = torch.device(name)
+    kind, _, index = name.partition(":")
     available = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= available:
+    if kind == "cuda" and int(index) >= available:  # torch keeps 8 bits of an index
         here = f"cuda:0..{available - 1}" if available else "no CUDA device, only cpu"
         raise InputError(f"{field}: {name} is not on this host, which has {here}")
-    return device
+    return torch.device(name)
 
 
 def has_bfloat16(device: torch.device) -> bool:
