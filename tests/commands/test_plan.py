@@ -120,6 +120,15 @@ def test_packed_rows_are_planned_too(run_yaml: Path, capsys: pytest.CaptureFixtu
     assert [each["num_padded"] for each in got["costs"]["buckets"]] == [128]
 
 
+def test_a_target_spread_over_workers_of_a_cpu_takes_one_device(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    got = planned(capsys, str(run_yaml), "target.devices=[[cpu, cpu]]")
+    assert (got["num_devices"], got["costs"]["group"]) == (1, 1)
+    (only,) = got["splits"]
+    assert (only["shared"], only["targets"], only["drafters"]) == (True, 1, 1)
+
+
 def sizes_of(*padded: int) -> BatchSizes:
     """One bucket; a tenth of every batch is padding."""
     array = np.array(padded, dtype=np.int64)

@@ -231,7 +231,7 @@ def costs_of(
         measured_for=settings_of(setup.config),
         device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         device_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        group=len(setup.placement.targets[0]),
+        group=len(set(setup.placement.targets[0])),  # CPUs in it share the cores: they are one device
         buckets=tuple(
             BucketCost(bucket, int(chosen.batches[index].tokens_BS.numel()), target_s[index], drafter_s[index])
             for bucket, index in chosen.buckets.items()
