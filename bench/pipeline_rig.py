@@ -271,7 +271,7 @@ class _Race:
         return channel
 
     def target(self, index: int, seat: Seat) -> TargetWorker:
-        route = Route(self.channels, self.stream.num_drafters, 0)
+        route = Route(self.channels, self.stream, 0)
         beat = self._beat(f"target-{index}", seat)
         return TargetWorker(
             beat.name, seat.device, self.supervisor, beat, lambda: seat.replica, self.loader, route, None

@@ -375,8 +375,8 @@ def test_exit_codes_of_every_ending_and_a_last_good_checkpoint(
 def test_the_last_line_says_what_went_wrong_and_where_to_look(endings: dict[str, Any]) -> None:
     last = {name: ended["last"] for name, ended in endings.items()}
     assert last["crashed"].startswith(
-        "draftmill: error: worker target-0 on cpu failed on batch 6 (epoch 1, index 6): ArithmeticError: made up; "
-        "the whole story is in "
+        "draftmill: error: worker target-0 on cpu failed at step 7, batch 6 (epoch 1, index 6): "
+        "ArithmeticError: made up; the whole story is in "
     )
     assert last["crashed"].endswith("run.log")
     assert last["memory"].startswith("draftmill: error: MemoryError; the whole story is in ")

@@ -24,6 +24,7 @@ from draftmill.monitor.status import read_status
 from draftmill.pipeline.channel import ChannelClosed
 from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, Worker, WorkerFailed, within
 from draftmill.pipeline.team import Team
+from draftmill.records import HostBatch
 from draftmill.train import replica as replicas
 from draftmill.train import run as run_module
 from draftmill.train.loading import TapsReplica
@@ -243,6 +244,35 @@ def test_an_exception_in_any_worker_ends_the_run_and_keeps_the_last_checkpoint(
     crashed(tmp_path / "run", str(caught.value))
     for entry in checkpoints(tmp_path / "run"):
         assert load(entry.folder).step == entry.step
+
+
+@pytest.mark.parametrize(
+    ("batch", "step", "where"),
+    [
+        (3, 4, "at step 4, batch 3 (epoch 1, index 3)"),
+        (5, 5, "at evaluate 5, batch 5 (held out, index 0)"),
+        (8, 7, "at step 7, batch 8 (epoch 1, index 6)"),
+    ],
+)
+def test_a_target_that_fails_names_the_step_that_its_batch_is_for(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, step: int, where: str
+) -> None:
+    forward = TapsReplica.forward
+
+    def failing(self: TapsReplica, given: HostBatch) -> list[torch.Tensor]:
+        if given.sequence == batch:
+            raise ArithmeticError("made up")
+        return forward(self, given)
+
+    monkeypatch.setattr(TapsReplica, "forward", failing)
+    config = config_of(
+        world, f"run.dir={tmp_path / 'run'}", "data.heldout=4", "train.evaluate_every=5", "train.max_steps=8"
+    )
+    with pytest.raises(WorkerFailed) as caught:
+        train(config, console=False)
+    assert str(caught.value) == f"worker target-0 on cpu failed {where}: ArithmeticError: made up"
+    assert caught.value.step == step
+    crashed(tmp_path / "run", where)
 
 
 def test_a_drafter_that_fails_while_the_others_wait_for_it_ends_them(

@@ -101,6 +101,37 @@ def test_a_stream_that_starts_later_goes_on_with_the_very_next_batch(draws: int,
         assert rest[0].sequence % stream.num_drafters == 0
 
 
+@pytest.mark.parametrize("draws", [1, 2, 3, 5])
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("max_steps", [None, 1, 4, 7, 9])
+@pytest.mark.parametrize("num_heldout", [0, 3])
+def test_the_step_of_a_batch_is_told_by_its_number(
+    draws: int, every: int, max_steps: int | None, num_heldout: int
+) -> None:
+    """As a walk along the steps finds it."""
+    stream = stream_of(2, 2, draws, num_heldout=num_heldout, evaluate_every=every, max_steps=max_steps)
+    expected: list[tuple[int, bool]] = []
+    for step in range(stream.total_steps):
+        if step % draws == 0:
+            expected += [(step, False)] * 4
+        if stream.evaluates_after(step):
+            expected += [(step, True)] * 4
+    items = list(stream.items())
+    assert [stream.step_of(item.sequence) for item in items] == expected
+    assert all(stream.step_of(item.sequence)[1] for item in items if item.kind is BatchKind.HELDOUT)
+
+
+def test_a_route_names_the_step_in_which_a_run_reads_a_batch() -> None:
+    """Started between two draws, a run reads the group's batches in the step that it starts at."""
+    stream = stream_of(draws=3, num_heldout=1)
+    from_start, later = (Route({}, stream, first_step) for first_step in (0, 4))
+    assert from_start.step_of(0) == (1, "at step 1")
+    assert from_start.step_of(1) == (4, "at step 4")
+    assert later.first_sequence == 1
+    assert later.step_of(1) == (5, "at step 5")
+    assert later.step_of(2) == (6, "at evaluate 6"), "4 rounded up to a group"
+
+
 def test_evaluations_fall_where_a_group_ends_and_after_the_last_step() -> None:
     def evaluated(**settings: Any) -> list[int]:
         stream = stream_of(num_heldout=1, **settings)
@@ -308,7 +339,7 @@ class Rig:
         channels = {number: channel_of(slots) for number in range(stream.num_drafters)}
         for channel in channels.values():
             self.supervisor.on_close(channel.close)
-        route = Route(channels, stream.num_drafters, stream.sequence_before(first_step))
+        route = Route(channels, stream, first_step)
         self.events: dict[int, list[Any]] = {number: [] for number in channels}
         targets = [
             TargetWorker(
@@ -416,7 +447,7 @@ def test_a_failing_loader_is_named_as_such() -> None:
         results_of(rig, 15)
     assert rig.team.abandon() == []
     assert str(caught.value) == (
-        "worker loader on cpu failed reading ahead (target-0 was last on batch 3 (epoch 1, index 3)): "
+        "worker loader on cpu failed reading ahead (target-0 was last at step 4, batch 3 (epoch 1, index 3)): "
         "OSError: made up: the disk is gone"
     )
 
@@ -434,7 +465,7 @@ def test_a_failing_target_and_a_failing_drafter_are_named_with_what_they_were_at
                 raise ArithmeticError("made up")
 
     for rig, said in (
-        (Rig(stream_of(), target=BadTarget()), "target-0 on cpu failed on batch 3 (epoch 1, index 3)"),
+        (Rig(stream_of(), target=BadTarget()), "target-0 on cpu failed at step 4, batch 3 (epoch 1, index 3)"),
         (Rig(stream_of(), drafter=BadDrafter), "drafter-0 on cpu failed at step 3, batch 2 (epoch 1, index 2)"),
     ):
         with pytest.raises(WorkerFailed) as caught:

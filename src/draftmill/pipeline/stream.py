@@ -11,6 +11,7 @@ EMPTY batches do, so that all drafters take equally many.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -104,6 +105,23 @@ class Stream:
         evaluations = sum(self.evaluates_after(s) for s in range(first_step))
         groups = step // self.draws
         return groups * self.group + evaluations * self.heldout_per_drafter * self.num_drafters
+
+    def step_of(self, sequence: int) -> tuple[int, bool]:
+        """The step (0-based) that a batch is of, the first of its group's, and whether an evaluation after it reads it.
+
+        By arithmetic alone, for it is asked for each batch: of any groups in a row but the last, evaluations follow as
+        many as there are multiples of evaluate_every in their steps, one a group at most.
+        """
+        size = self.heldout_per_drafter * self.num_drafters
+
+        def first_batch(group: int) -> int:
+            return group * self.group + size * min(group, group * self.draws // self.evaluate_every)
+
+        groups = range(-(-self.total_steps // self.draws))
+        group = bisect_right(groups, sequence, key=first_batch) - 1
+        if sequence - first_batch(group) < self.group:
+            return group * self.draws, False
+        return min((group + 1) * self.draws, self.total_steps) - 1, True
 
     def _train_item(self, sequence: int, number: int) -> WorkItem:
         if number >= self.num_batches:

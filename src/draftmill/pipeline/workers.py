@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -172,16 +173,30 @@ class Result:
 
 @dataclass(frozen=True)
 class Route:
-    """Which channel and which place in it a batch of the stream has."""
+    """Which channel and which place in it a batch of the stream has, and which step it is for.
+
+    first_step  the step that the run starts at
+    """
 
     channels: dict[int, Channel]
-    num_drafters: int
-    first_sequence: int
+    stream: Stream
+    first_step: int
+
+    @cached_property
+    def first_sequence(self) -> int:
+        """The number of the run's first batch."""
+        return self.stream.sequence_before(self.first_step)
 
     def of(self, sequence: int) -> tuple[Channel, int]:
         """The channel of a batch, and its number in that channel."""
-        since = sequence - self.first_sequence
-        return self.channels[sequence % self.num_drafters], since // self.num_drafters
+        num_drafters = self.stream.num_drafters
+        return self.channels[sequence % num_drafters], (sequence - self.first_sequence) // num_drafters
+
+    def step_of(self, sequence: int) -> tuple[int, str]:
+        """The step, from 1, in which a drafter reads a batch first, or after which; and how an error says it."""
+        step, evaluates = self.stream.step_of(sequence)
+        step = max(step, self.first_step) + 1
+        return step, f"at {'evaluate' if evaluates else 'step'} {step}"
 
 
 FIRST = -1
@@ -268,7 +283,8 @@ class TargetWorker(Worker):
                 clock.cut(WAITING_DATA)
                 if batch is None:
                     break
-                self.doing = f"on {named(batch)}"
+                self.step, at = self.route.step_of(batch.sequence)
+                self.doing = f"{at}, {named(batch)}"
                 channel, number = self.route.of(batch.sequence)
                 self._tell(clock, "waiting for drafter", batch.sequence)
                 slot = channel.reserve(number)

@@ -156,7 +156,7 @@ def _target_workers(
     parts: Parts, loader: Loader, supervisor: Supervisor, beats: Beats, channels: dict[int, Channel]
 ) -> list[TargetWorker]:
     setup, cache_gib = parts.setup, parts.setup.config.target.cache_gib
-    route = Route(channels, setup.stream.num_drafters, setup.stream.sequence_before(parts.first_step))
+    route = Route(channels, setup.stream, parts.first_step)
     cache = FeatureCache(int(cache_gib * 2**30)) if cache_gib else None
     return [
         TargetWorker(
