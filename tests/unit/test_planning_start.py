@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,10 @@ from draftmill.monitor.gpus import Gpu, GpuProcess
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.meeting import Meeting
+from draftmill.pipeline.placement import Placement
 from draftmill.target.features import DoesNotFit, TapsReplica
 from draftmill.target.load import load_target
+from draftmill.train import run as run_module
 from draftmill.train.planning_devices import devices_as_before, with_best_split
 from draftmill.train.planning_memory import GIB, Needs, check_memory, held_by_others, least_needs
 from draftmill.train.planning_worst import StepDoesNotFit, built_and_run, run_worst, worst_batch
@@ -178,6 +181,40 @@ def test_in_a_container_others_have_no_name(world: dict[str, Any], monkeypatch: 
         check_memory(setup, held, Needs(target=None, drafter=2 * GIB))
     assert held_by_others({}, reading(79)) == []
     assert held_by_others(UUIDS, lambda: ([], "no driver")) == []
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_memory_of_the_chosen_devices_is_looked_at_too(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until costs are known cuda:2 is a target's, for which there is room; by them it is a drafter's."""
+    monkeypatch.setattr("draftmill.train.planning_memory.least_needs", lambda _setup: Needs(1 * GIB, 30 * GIB))
+    uuids = {f"cuda:{index}": f"GPU-{index}" for index in range(8)}
+    monkeypatch.setattr(run_module, "_gpu_uuids", lambda _setup: uuids)
+    monkeypatch.setattr(run_module, "held_by_others", partial(held_by_others, reading=reading(0, 0, 60, 0, 0, 0, 0, 0)))
+    monkeypatch.setattr(run_module, "environment", lambda _setup: {})
+    monkeypatch.setattr(Placement, "make_current", lambda _self: None)
+
+    def start(run_dir: Path, target_s: float, drafter_s: float) -> None:
+        costs = costs_file(tmp_path, target_s, drafter_s)
+        run_module.train(config_of(world, *AUTO, f"pipeline.costs={costs}", f"run.dir={run_dir}"), console=False)
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(run_module.Unusable, match=r"^cuda:2 has 20.0 GiB free, .* at least 30.0 GiB for the drafter"):
+        start(run_dir, 0.1, 0.3)
+    log = (run_dir / "run.log").read_text()
+    assert "2 targets + 6 drafters: " in log
+    assert "cuda:2: 60.0 GiB of 80.0 GiB are held by others" in log
+    loaded: list[Setup] = []
+
+    def load(setup: Setup, _run: RunDirectory) -> Any:
+        loaded.append(setup)
+        raise InputError("made up: the test's end")
+
+    monkeypatch.setattr(run_module, "load_targets", load)
+    with pytest.raises(run_module.Unusable, match="the test's end"):
+        start(tmp_path / "another", 0.1, 0.1)
+    assert [len(setup.placement.drafters) for setup in loaded] == [4], "of four and four, cuda:2 is a target's"
 
 
 def test_the_least_that_a_run_needs(world: dict[str, Any]) -> None:

@@ -131,8 +131,10 @@ def _load(setup: Setup, run: RunDirectory, start: Start, meeting: Meeting) -> tu
     for line in (*setup.plan.describe(), *setup.notes, *start.notes):
         run.log.info(line)
     run.use_gpus(_gpu_uuids(setup), own_bytes=torch.cuda.memory_reserved)
-    for held in held_by_others(_gpu_uuids(setup)):
-        run.log.warning(held.line())
+    held = held_by_others(_gpu_uuids(setup))
+    for one in held:
+        run.log.warning(one.line())
+    check_memory(setup, held)  # the devices may be others than those looked at before the directory was taken
     run.phase(Phase.LOADING_TARGETS)
     return setup, load_targets(setup, run)
 
