@@ -164,6 +164,54 @@ def test_a_quantized_target_without_accelerate_is_one_clear_line(
         load_target(name, with_tokenizer=False)
 
 
+def saved_in_fp8(folder: Path) -> tuple[str, str]:
+    """The folders of a checkpoint as fp8 ones are published, with a scale for each block of 128 x 128, and of one in
+    bfloat16 with the values that its weights stand for."""
+    torch.manual_seed(0)
+    sizes = dict(DENSE, hidden_size=128, intermediate_size=256, head_dim=64, num_hidden_layers=4)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).to(torch.bfloat16)
+    in_fp8, plain = folder / "fp8", folder / "bfloat16"
+    model.save_pretrained(in_fp8)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        tensors[name] = weight.clone()
+        if name.endswith("_proj.weight"):
+            blocks = weight.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+            scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448.0  # the largest number of float8_e4m3fn
+            rounded = (blocks / scale).to(torch.float8_e4m3fn)
+            tensors[name] = rounded.reshape(weight.shape)
+            tensors[f"{name}_scale_inv"] = scale[:, 0, :, 0].clone()
+            weight.copy_((rounded.float() * scale).reshape(weight.shape))
+    model.save_pretrained(plain)
+    save_file(tensors, in_fp8 / "model.safetensors", metadata={"format": "pt"})
+    method = dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
+    path = in_fp8 / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
+    return str(in_fp8), str(plain)
+
+
+def test_an_fp8_checkpoint_gives_the_features_of_the_weights_it_stands_for(tmp_path: Path) -> None:
+    """On a CPU transformers puts its weights into bfloat16 as it reads them."""
+    name, plain = saved_in_fp8(tmp_path)
+    tokens, taps = random_tokens(2, 9), (1, 2)
+
+    def of(target: Target) -> torch.Tensor:
+        with target.taps(taps) as tapped:
+            target.forward_layers(tokens)
+            return tapped.concatenated()
+
+    expected = of(load_target(plain, with_tokenizer=False))
+    source = TargetSource(name)
+    first = source.read([CPU])
+    another, group = source.place(first, [CPU], taps[-1]), source.place(first, [CPU, CPU], taps[-1])
+    moved = source.place(first, [CPU], taps[-1], move=True)
+    assert moved is first
+    for target in (another, group, moved):
+        assert {parameter.dtype for parameter in target.model.parameters()} == {torch.bfloat16}
+        assert len(target.layers) == taps[-1] + 1
+        torch.testing.assert_close(of(target), expected)
+
+
 def test_a_quantized_target_keeps_its_types_and_is_read_anew_for_each_replica(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
