@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -145,6 +146,45 @@ def test_who_ends_it_early_sees_what_was_decoded(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_a_plot_that_fails_at_its_end_costs_neither_the_record_nor_the_report(
+    pair: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    option: tuple[str, ...],
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    record = Path(pair["run"]) / "checkpoints/step-5/evaluation.json"
+    record.unlink(missing_ok=True)
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", pair["run"], *BRIEF, "--plot", str(tmp_path / "p.png"), *option])
+    printed = capsys.readouterr()
+    assert left.value.code == 2
+    said = [line for line in printed.err.splitlines() if line.startswith("draftmill: ")]
+    assert said == [
+        f"draftmill: error: --plot {tmp_path}/p.png can't be written: No space left on device; give a file that can be"
+    ]
+    assert "recorded with" in printed.out
+    assert record.exists()
+    if option:
+        assert json.loads(printed.out.splitlines()[-1])["answers"] == 2
+
+
+def test_a_plot_is_told_before_the_json(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    _, text = evaluated(capsys, pair["run"], "--no-record", "--plot", str(tmp_path / "p.png"))
+    assert "plot: " in text.splitlines()[-2] + text.splitlines()[-1]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_progress_is_told_where_there_is_no_terminal(
     pair: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +247,8 @@ def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp
     assert "--thinking must be one of auto, on, off, got 'maybe'" in error("--thinking", "maybe")
     assert "has no enable_thinking" in error("--thinking", "on")
     assert "there is no folder" in error("--plot", str(tmp_path / "nowhere/plot.png"))
+    assert "--plot is empty; give a file to write" in error("--plot", "")
+    assert f"--plot {tmp_path} is a folder; give a file, such as {tmp_path}/plot.png" in error("--plot", str(tmp_path))
     if not torch.cuda.is_available():
         assert "this machine has 0 CUDA devices" in error("--device", "cuda:0")
         assert "graphs can be captured on CUDA only" in error("--graphs", "on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,3 +291,25 @@ def test_plot(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="a plot needs matplotlib"):
         report.plot(made_up(), tmp_path / "q.png")
+
+
+def test_where_a_plot_can_be_written_is_known_before_it_is_made(tmp_path: Path) -> None:
+    """The question leaves no file, and a file that is there as it was."""
+    pytest.importorskip("matplotlib")
+    report.check_plot(tmp_path / "p.png")
+    (tmp_path / "q.png").write_text("mine")
+    report.check_plot(tmp_path / "q.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "r.png")
+    report.check_plot(tmp_path / "link.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.png", "q.png"]
+    assert (tmp_path / "q.png").read_text() == "mine"
+    for path, message in (
+        ("", "--plot is empty"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "nowhere/p.png", "there is no folder"),
+        (tmp_path / "q.png/p.png", "there is no folder"),
+        (tmp_path / ("p" * 300), "can't be written: File name too long"),
+        ("/proc/x.png", "can't be written: "),
+    ):
+        with pytest.raises(InputError, match=message):
+            report.check_plot(path)

@@ -95,15 +95,17 @@ def run(request: Request) -> int:
         **_versions(),
     }
     console.print(report.tables(found))
-    if request.plot is not None:
-        report.plot(found, request.plot)
-        console.print(f"plot: {request.plot}")
     if request.record and found.missing:
         console.print("not recorded: it was ended before its time")
     elif request.record:
         console.print(keep(source, report.for_card(found, about)))
-    if request.as_json:
-        print(json.dumps(report.to_json(found, about)))
+    try:
+        if request.plot is not None:
+            report.plot(found, request.plot)
+            console.print(f"plot: {request.plot}")
+    finally:  # whatever becomes of the plot
+        if request.as_json:
+            print(json.dumps(report.to_json(found, about)))
     return 128 + ended_by if found.missing else 0
 
 

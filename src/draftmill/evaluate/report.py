@@ -16,6 +16,7 @@ Figures of a row, over its answers (an answer is one turn of one prompt):
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -203,17 +204,34 @@ def tables(evaluation: Evaluation) -> Group:
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise InputError unless a plot can be made and written there; asked before an evaluation, not after it."""
+    """Raise InputError unless a plot can be made and written there; asked before an evaluation, not after it.
+
+    Tried by opening the file: permissions alone do not tell for every user and file system. Leaves what is there as it
+    was, and no file where there was none.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("a plot needs matplotlib; pip install matplotlib, or leave --plot out")
-    if not Path(path).absolute().parent.is_dir():
+    if not str(path):
+        raise InputError("--plot is empty; give a file to write, such as plot.png")
+    if not os.path.isdir(Path(path).absolute().parent):
         raise InputError(f"--plot {path}: there is no folder {Path(path).absolute().parent}; give a file in one")
+    place = os.path.realpath(path)  # of a link that leads nowhere yet, what it leads to
+    if os.path.isdir(place):
+        raise InputError(f"--plot {path} is a folder; give a file, such as {Path(path) / 'plot.png'}")
+    try:
+        before = os.path.exists(place)
+        with open(place, "ab"):
+            pass
+        if not before:
+            os.unlink(place)
+    except OSError as error:
+        raise _no_plot(path, error) from None
 
 
 def plot(evaluation: Evaluation, path: str | Path) -> None:
     """A PNG: speed-up and tau by drafted tokens, acceptance by slot, steps by tokens kept.
 
-    Raises InputError as `check_plot` does.
+    Raises InputError as `check_plot` does, and where the file can't be written to its end.
     """
     check_plot(path)
     from matplotlib.figure import Figure
@@ -236,7 +254,14 @@ def plot(evaluation: Evaluation, path: str | Path) -> None:
     slots.legend()
     kept.bar(range(shown.draft_tokens + 1), shown.histogram)
     kept.set(xlabel="drafted tokens kept", xticks=range(shown.draft_tokens + 1), title="steps")
-    figure.savefig(path, dpi=120, format="png")
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise _no_plot(path, error) from None
+
+
+def _no_plot(path: str | Path, error: OSError) -> InputError:
+    return InputError(f"--plot {path} can't be written: {error.strerror or error}; give a file that can be")
 
 
 def _figures(title: str, names: Sequence[str], rows: Sequence[Row]) -> Table:
