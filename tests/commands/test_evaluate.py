@@ -116,6 +116,7 @@ def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
     assert f"recorded in {exported / 'README.md'}" in text.replace("\n", "")
     card = (exported / "README.md").read_text()
     assert "| mine |" in card
+    assert "| heldout |" in card  # of the run, and greedy
     assert "(cpu, 1 thread; float32; temperature 0.5, top-p 1, top-k all; answers of at most 6 tokens)" in card
 
 

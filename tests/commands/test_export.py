@@ -314,4 +314,66 @@ def test_evaluations_recorded_later_are_in_the_card(run_dir, tmp_path):
     about = {"target": "org/Target-8B-FP8", "device": "a GPU"}
     record_evaluation(tmp_path / "b", SHAPE, "zlab", {**evaluation, "draft_tokens": [5], "about": about})
     assert "decoding (target `org/Target-8B-FP8`; a GPU):" in (tmp_path / "b" / "README.md").read_text()
-    assert "fastest" not in (tmp_path / "b" / "README.md").read_text()  # one number was compared with nothing
+
+
+def measured(*labels: str, tau: float = 2.0, counts: tuple[int, ...] = (3, 5), best: int = 5, **about) -> dict:
+    sampling = {"max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    about = {"target": "org/Target-8B", "device": "a GPU", **about}
+    about["sampling"] = {**sampling, **about.get("sampling", {})}
+    rows = [{"prompts": label, "drafted": best, "tau": tau} for label in labels]
+    return {"rows": rows, "draft_tokens": list(counts), "best_draft_tokens": best, "about": about}
+
+
+def test_a_count_that_was_compared_with_none_is_not_served(run_dir, tmp_path):
+    from draftmill.checkpoint import record_evaluation
+
+    assert typed(run_dir, "--layout", "zlab", "--output", tmp_path / "a") == 0
+    record_evaluation(tmp_path / "a", SHAPE, "zlab", measured("s", counts=(3,), best=3))
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "| s | 3 | 2.000 |" in card
+    assert "fastest" not in card
+    assert '"num_speculative_tokens": 7' in card
+    assert "--speculative-num-draft-tokens 8" in card
+
+
+@pytest.mark.parametrize("layout", ["draftmill", "zlab"])
+def test_an_evaluation_keeps_what_others_measured_before_it(run_dir, tmp_path, layout):
+    """Rows of other prompts, targets and sampling; those of the same are replaced."""
+    from draftmill.checkpoint import record_evaluation
+
+    checkpoint, out = run_dir / "checkpoints" / "step-20", tmp_path / "out"
+    if layout == "zlab":
+        assert typed(run_dir, "--layout", "zlab", "--output", out) == 0
+
+    def recorded(evaluation: dict) -> str:
+        record_evaluation(checkpoint if layout == "draftmill" else out, SHAPE, layout, evaluation)
+        if layout == "draftmill":
+            assert typed(run_dir, "--layout", "zlab", "--output", out, "--force") == 0
+        return (out / "README.md").read_text()
+
+    def lines(card: str) -> list[str]:
+        return [line for line in card.splitlines() if line.startswith(("| mt", "| code", "Real"))]
+
+    greedy = "Real speculative decoding (a GPU; greedy; answers of at most 64 tokens):"
+    recorded(measured("mt, thinking", "code", best=5))
+    card = recorded(measured("mt", tau=3.0, counts=(2, 4), best=4))
+    assert lines(card) == [greedy, "| mt | 4 | 3.000 |", "| mt, thinking | 5 | 2.000 |", "| code | 5 | 2.000 |"]
+    assert "4 drafted tokens were the fastest" in card
+    # One count alone: its row replaces the other, with what was found of several counts still served.
+    card = recorded(measured("mt", tau=3.5, counts=(6,), best=6, sampling={"seed": 1}))
+    assert lines(card) == [greedy, "| mt | 6 | 3.500 |", "| mt, thinking | 5 | 2.000 |", "| code | 5 | 2.000 |"]
+    assert '"num_speculative_tokens": 4' in card
+    drawn = {"temperature": 0.5}
+    card = recorded(measured("code", tau=1.5, counts=(1,), best=1, sampling=drawn))
+    assert lines(card)[:2] == [
+        "Real speculative decoding (a GPU; temperature 0.5, top-p 1, top-k all; answers of at most 64 tokens):",
+        "| code | 1 | 1.500 |",
+    ]
+    assert lines(card)[2:] == [greedy, "| mt | 6 | 3.500 |", "| mt, thinking | 5 | 2.000 |", "| code | 5 | 2.000 |"]
+    card = recorded(measured("code", tau=1.7, counts=(1,), best=1, target="org/Other", sampling=drawn))
+    assert "| code | 1 | 1.500 |" in card
+    assert "| code | 1 | 1.700 |" in card
+    card = recorded(measured("mt", "mt, thinking", "code", tau=4.0, counts=(2, 7), best=7))
+    assert lines(card)[:4] == [greedy, "| mt | 7 | 4.000 |", "| mt, thinking | 7 | 4.000 |", "| code | 7 | 4.000 |"]
+    assert "2.000 |" not in card
+    assert '"num_speculative_tokens": 7' in card

@@ -51,6 +51,9 @@ _MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adj
 _ONLY_WITH = {"decay_share": ("schedule", "warmup-stable-decay"), "d_pace_alpha": ("slot_weights", "d_pace")}
 """Settings of train that are of no effect, and not shown, unless another one is so."""
 
+_GREEDY = ("temperature", "max_new_tokens")
+"""Settings of greedy decoding that are of effect."""
+
 WEIGHTS = {"ema": "the moving average", "raw": "those of the last step, not the moving average"}
 """Which of a checkpoint's weights, for a reader."""
 
@@ -118,18 +121,54 @@ def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation
     """Keep an evaluation with a drafter: in evaluation.json of a checkpoint, or in the card of an exported folder.
 
     evaluation  {"rows": [{column: value}, ...], "best_draft_tokens": n or None}; the columns are the caller's words,
-                as "suite", "accept_length (mean over responses)", "speed-up". May hold "draft_tokens", the numbers
-                compared, and "about": device, dtype, sampling.
+                as "suite", "accept_length (mean over responses)", "speed-up", and the first names the prompts. May hold
+                "draft_tokens", the numbers compared, and "about": target, device, dtype, sampling.
+    Rows of earlier evaluations are kept under "earlier", a list of evaluations, newest first, unless this one has a row
+    for the same prompts, target and sampling.
     Raises OSError.
     """
     if layout == "draftmill":
-        write_json(folder / EVALUATION_FILE, evaluation)
+        path = folder / EVALUATION_FILE
+        write_json(path, _with_earlier(evaluation, read_json(path) if path.exists() else None))
         return
     path = folder / FACTS_FILE
     record = read_json(path)
-    record["facts"]["evaluation"] = evaluation
+    record["facts"]["evaluation"] = _with_earlier(evaluation, record["facts"].get("evaluation"))
     write_json(path, record)
     (folder / CARD_FILE).write_text(card(shape, record["facts"], layout, record["name"]), encoding="utf-8")
+
+
+def _with_earlier(newest: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """The newest evaluation with those of a record that it leaves something of: rows, or the best count."""
+    replaced = {_measures(newest, row) for row in newest.get("rows") or []}
+    compared = _compares(newest)
+    kept = []
+    for one in _evaluations(before):
+        rows = [row for row in one.get("rows") or [] if _measures(one, row) not in replaced]
+        if rows or (_compares(one) and not compared):
+            kept.append({**{key: value for key, value in one.items() if key != "earlier"}, "rows": rows})
+        compared = compared or _compares(one)
+    return {**newest, "earlier": kept} if kept else newest
+
+
+def _evaluations(record: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """All evaluations of a record, newest first."""
+    return [record, *(record.get("earlier") or [])] if record else []
+
+
+def _compares(evaluation: dict[str, Any]) -> bool:
+    """Whether an evaluation found the best of several numbers of drafted tokens, as one that names none did."""
+    counts = evaluation.get("draft_tokens")
+    return evaluation.get("best_draft_tokens") is not None and (counts is None or len(counts) > 1)
+
+
+def _measures(evaluation: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
+    """What a row is a measurement of: its prompts, the target, and the sampling as far as it is of effect."""
+    about = evaluation.get("about") or {}
+    sampling = about.get("sampling") or {}
+    of_effect = ("temperature", "top_p", "top_k", "max_new_tokens") if sampling.get("temperature") else _GREEDY
+    label = next(iter(row.values()), None)
+    return tuple(map(str, (label, about.get("target"), *(sampling.get(key) for key in of_effect))))
 
 
 def _front_matter(target: str | None) -> str:
@@ -161,7 +200,6 @@ def _made_of(shape: DrafterShape, facts: dict[str, Any], layout: str) -> str:
 
 
 def _acceptance(facts: dict[str, Any]) -> str:
-    evaluation = facts.get("evaluation") or {}
     lines = ["## Acceptance\n"]
     if facts.get("accept_length") is not None:
         lines.append(
@@ -174,10 +212,15 @@ def _acceptance(facts: dict[str, Any]) -> str:
             "|---" * (len(by_slot) + 1) + "|",
             "| accepted | " + " | ".join(f"{share:.3f}" for share in by_slot) + " |\n",
         ]
-    if rows := evaluation.get("rows"):
+    measured: dict[str, list[dict[str, Any]]] = {}  # evaluations that were made alike share a table
+    for one in _evaluations(facts.get("evaluation")):
+        measured.setdefault(_measured(one, (facts.get("target") or {}).get("model")), []).extend(one.get("rows") or [])
+    for how, rows in measured.items():
+        if not rows:
+            continue
         columns = list(dict.fromkeys(column for row in rows for column in row))
         lines += [
-            f"Real speculative decoding{_measured(evaluation, (facts.get('target') or {}).get('model'))}:\n",
+            f"Real speculative decoding{how}:\n",
             f"| {' | '.join(columns)} |",
             "|---" * len(columns) + "|",
         ]
@@ -203,10 +246,9 @@ def _measured(evaluation: dict[str, Any], target: str | None) -> str:
 
 
 def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: str, name: str) -> str:
-    evaluation = facts.get("evaluation") or {}
-    best, compared = evaluation.get("best_draft_tokens"), evaluation.get("draft_tokens")
+    best = next((one["best_draft_tokens"] for one in _evaluations(facts.get("evaluation")) if _compares(one)), None)
     lines = ["## Serving\n"]
-    if best is not None and (compared is None or len(compared) > 1):
+    if best is not None:
         lines.append(f"{best} drafted tokens were the fastest when measured.\n")
     for engine, command in serving_commands(layout, target, name, best or shape.block_size - 1).items():
         lines.append(f"{engine}:\n\n```bash\n{command}\n```\n")

@@ -177,7 +177,7 @@ def keep(source: Source, evaluation: dict[str, Any]) -> str:
         return f"not recorded: {source.folder} was not written by draftmill"
     try:
         record_evaluation(source.folder, source.shape, source.layout, evaluation)
-    except OSError as error:
+    except (OSError, InputError) as error:
         return f"not recorded with {source.folder}: {error}"
     if source.layout != "draftmill":
         return f"recorded in {source.folder / CARD_FILE}"
