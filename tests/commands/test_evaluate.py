@@ -17,7 +17,7 @@ from draftmill.checkpoint.store import save
 from draftmill.cli import main
 from draftmill.data.build import write_store
 from draftmill.evaluate.progress import DecodingProgress
-from evaluate_doubles import random_drafter, reference_greedy, save_pair, tiny_target
+from evaluate_doubles import PLAIN_TEMPLATE, random_drafter, reference_greedy, save_pair, tiny_target
 
 torch.set_num_threads(1)
 
@@ -145,6 +145,25 @@ def test_who_ends_it_early_sees_what_was_decoded(
     assert "not recorded: it was ended before its time" in text
     assert not record.exists()
     assert signal.getsignal(number) is before
+
+
+def test_a_template_that_refuses_in_the_middle_costs_no_answer(
+    pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    refusal = "{% if m.role == 'assistant' and m.content != 'Yes.' %}{{ raise_exception('no') }}{% endif %}"
+    template = PLAIN_TEMPLATE.replace("%}", "%}" + refusal, 1)
+    where, drafter = save_pair(tmp_path, pair["model"], random_drafter(pair["model"]), template)
+    prompts = tmp_path / "turns.jsonl"
+    prompts.write_text('{"turns": ["w3", "w4"]}\n{"prompt": "w7"}\n')
+    with pytest.raises(SystemExit) as left:
+        main(["evaluate", drafter, "--target", where, "--prompts", str(prompts), *BRIEF, "--json"])
+    printed = capsys.readouterr()
+    assert left.value.code == 2
+    assert "the target's chat template refuses prompt '1': no (its follow-up 1" in printed.err.splitlines()[-1]
+    text, last = printed.out.rstrip().rsplit("\n", 1)
+    found = json.loads(last)
+    assert (found["answers"], found["answers_missing"]) == (1, 2)
+    assert "not recorded: it was ended before its time" in text
 
 
 @pytest.mark.parametrize("option", [(), ("--json",)])

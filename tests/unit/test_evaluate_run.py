@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,44 @@ def test_without_a_template_a_text_is_taken_as_it_is_and_a_chat_is_refused() -> 
     chat = Prompt("x", "s", "c", ({"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}))
     with pytest.raises(InputError, match="prompt 'x' is a chat, and the target's tokenizer has no chat template"):
         evaluate(random_drafter(target), target, [chat], sampling=GREEDY)
+
+
+def _refusing(condition: str) -> str:
+    """A template that refuses a message `m`, where the condition holds."""
+    refused = "{{ raise_exception('not this') }}"
+    return f"{{% for m in messages %}}{{% if {condition} %}}{refused}{{% endif %}}{{% endfor %}}{PLAIN_TEMPLATE}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "prompt 'w5' of s has follow-up turns, and the target's tokenizer has no chat template; give prompts"),
+        (_refusing("m.role == 'assistant'"), "the target's chat template refuses prompt 'w5': not this"),
+        (_refusing("m.content == 'w7'"), "the target's chat template refuses prompt 'w5': not this"),
+    ],
+)
+def test_follow_ups_that_can_t_be_asked_are_refused_before_anything_is_decoded(
+    template: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_with(template)
+    monkeypatch.setattr("draftmill.evaluate.decode.Decoder.generate", lambda *_, **__: pytest.fail("decoded"))
+    with pytest.raises(InputError, match=re.escape(message)):
+        evaluate(random_drafter(target), target, [prompt("w3"), prompt("w5", "w6", "w7")], sampling=GREEDY)
+
+
+def test_a_template_that_refuses_after_an_answer_ends_with_what_is_there() -> None:
+    target = target_with(_refusing("m.role == 'assistant' and m.content != 'Yes.'"))
+    found = evaluate(random_drafter(target), target, [prompt("w3"), prompt("w5", "w6"), prompt("w7")], sampling=GREEDY)
+    assert [trial.name for trial in found.trials] == ["w3", "w5"]
+    assert (found.missing, found.left_out) == (2, 0)
+    why = "the target's chat template refuses prompt 'w5': not this (its follow-up 1, after the target's answer)"
+    assert found.why_ended == why
+    assert report.to_json(found, {})["why_ended"] == why
+    console = Console(width=200, record=True)
+    console.print(report.tables(found))
+    text = console.export_text()
+    assert "ended before its time: 2 more answers were not decoded" in text
+    assert f"ended because {why}" in text
 
 
 def test_bad_input() -> None:

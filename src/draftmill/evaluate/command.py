@@ -61,7 +61,8 @@ class Request:
 def run(request: Request) -> int:
     """Evaluate, print the report on standard output, and keep it with the drafter; returns the exit code.
 
-    Ended early by a signal it reports what it has, and returns 128 and the signal's number. Raises InputError.
+    Ended early by a signal it reports what it has, and returns 128 and the signal's number. Raises InputError, after
+    the same report where a chat template refused a turn in the middle.
     """
     console = Console(highlight=False)
     sampling = Sampling(request.max_new_tokens, request.temperature, request.top_p, request.top_k, seed=request.seed)
@@ -106,6 +107,8 @@ def run(request: Request) -> int:
     finally:  # whatever becomes of the plot
         if request.as_json:
             print(json.dumps(report.to_json(found, about)))
+    if found.why_ended is not None:
+        raise InputError(found.why_ended)
     return 128 + ended_by if found.missing else 0
 
 

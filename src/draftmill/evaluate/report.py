@@ -146,6 +146,7 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "why_eager": evaluation.why_eager,
         "answers": len(evaluation.trials),
         "answers_missing": evaluation.missing,
+        "why_ended": evaluation.why_ended,
         "follow_ups_left_out": evaluation.left_out,
         "overall": [asdict(found) for found in overall(evaluation)],
         "groups": [asdict(found) for found in by_group(evaluation, shown)],
@@ -196,6 +197,8 @@ def tables(evaluation: Evaluation) -> Group:
         parts.append(Text(f"best number of drafted tokens here: {best}"))
     if evaluation.missing:
         parts.append(Text(f"ended before its time: {evaluation.missing} more answers were not decoded"))
+    if evaluation.why_ended is not None:
+        parts.append(Text(f"ended because {evaluation.why_ended}"))
     if evaluation.left_out:
         parts.append(Text(f"follow-up turns left out, too long for the target: {evaluation.left_out}"))
     if evaluation.why_eager is not None:

@@ -19,6 +19,8 @@ from draftmill.target.model import Target
 
 Thinking = Literal["auto", "on", "off"]
 _WARM_UP_TOKENS = 8
+_SOME_ANSWER = "Yes."
+"""What stands for the target's answer while nothing is decoded yet."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Evaluation:
     graphed       whether steps ran as CUDA graphs; why_eager says why not, where they might have
     left_out      follow-up turns that no longer fitted into the target's positions
     missing       answers that were not decoded, for the evaluation was ended before them
+    why_ended     why it was, where a chat template refused a follow-up turn after the target's answer
     """
 
     trials: list[Trial]
@@ -56,6 +59,7 @@ class Evaluation:
     why_eager: str | None
     left_out: int
     missing: int = 0
+    why_ended: str | None = None
 
 
 def default_draft_tokens(block_size: int) -> tuple[int, ...]:
@@ -82,7 +86,9 @@ def evaluate(
     numbers of drafted tokens to try, by default a sweep. thinking: which modes of a template with `enable_thinking`,
     "auto" is both. progress: called after each trial with its number, how many there will be, and the trial. ended:
     asked before each trial whether to leave the rest.
-    Raises InputError for no prompts, a prompt too long, a drafter of another target, or counts out of its range.
+    Raises InputError for no prompts, a prompt too long or that the chat template refuses, follow-up turns without a
+    template, a drafter of another target, or counts out of its range. A template that refuses a follow-up turn only
+    after an answer that the target gave ends the evaluation there, with what was decoded.
     """
     if not prompts:
         raise InputError("there is no prompt to evaluate on; give --suite or --prompts with at least one")
@@ -94,14 +100,15 @@ def evaluate(
         for index, prompt in enumerate(prompts)
         for mode in _modes_of(prompt, modes)
     }
-    for (index, _), ids in encoded.items():
+    for (index, mode), ids in encoded.items():
         _check_room(decoder, prompts[index], ids)
+        _check_follow_ups(target.tokenizer, prompts[index], mode)
     stop = stop_tokens(target.model, target.tokenizer)
     _warm_up(decoder, next(iter(encoded.values())), counts, sampling)
 
     total = sum((1 + len(prompts[index].follow_ups)) for index, _ in encoded)
     trials: list[Trial] = []
-    left_out = 0
+    left_out, why_ended = 0, None
     try:
         for (index, mode), ids in encoded.items():
             prompt, done = prompts[index], 0
@@ -111,15 +118,29 @@ def evaluate(
                 if progress is not None:
                     progress(len(trials), total - left_out, trial)
             left_out += 1 + len(prompt.follow_ups) - done
-    except _Ended:
-        pass
+    except _Ended as end:
+        why_ended = end.reason
     graphed = decoder.graphs != "off" and decoder.why_eager is None
     missing = total - left_out - len(trials)
-    return Evaluation(trials, counts, sampling, drafter.shape.block_size, graphed, decoder.why_eager, left_out, missing)
+    return Evaluation(
+        trials,
+        counts,
+        sampling,
+        drafter.shape.block_size,
+        graphed,
+        decoder.why_eager,
+        left_out,
+        missing,
+        why_ended,
+    )
 
 
 class _Ended(Exception):
-    """No further answer is wanted."""
+    """No further answer is wanted, or for this reason none can be asked for."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def _conversation(
@@ -135,7 +156,7 @@ def _conversation(
 ) -> Iterator[Trial]:
     """The turns of one prompt, each after the target's own answer to the one before, as long as they fit.
 
-    Raises _Ended where another turn would follow and none is wanted any more.
+    Raises _Ended where another turn would follow and none is wanted any more, or the chat template refuses it.
     """
     tokenizer = decoder.target.tokenizer
     messages = list(prompt.messages)
@@ -148,7 +169,10 @@ def _conversation(
             return
         answer = tokenizer.decode(plain.tokens, skip_special_tokens=True)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": prompt.follow_ups[turn]}]
-        ids = _encode(tokenizer, prompt, messages, thinking)
+        try:
+            ids = _encode(tokenizer, prompt, messages, thinking)
+        except InputError as error:
+            raise _Ended(f"{error} (its follow-up {turn + 1}, after the target's answer)") from None
         if not decoder.fits(len(ids)):
             return
 
@@ -215,6 +239,21 @@ def _encode(tokenizer: Any, prompt: Prompt, messages: list[dict[str, str]], thin
     except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
         raise InputError(f"the target's chat template refuses prompt {prompt.name!r}: {error}") from None
     return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _check_follow_ups(tokenizer: Any, prompt: Prompt, thinking: bool | None) -> None:
+    """Raise InputError where the follow-up turns can't be asked whatever the target answers."""
+    if not prompt.follow_ups:
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"prompt {prompt.name!r} of {prompt.suite} has follow-up turns, and the target's tokenizer has no chat "
+            "template; give prompts of one turn"
+        )
+    messages = list(prompt.messages)
+    for text in prompt.follow_ups:
+        messages += [{"role": "assistant", "content": _SOME_ANSWER}, {"role": "user", "content": text}]
+        _encode(tokenizer, prompt, messages, thinking)
 
 
 def _check_room(decoder: Decoder, prompt: Prompt, ids: list[int]) -> None:
