@@ -70,6 +70,27 @@ def test_bad_rows_name_their_line(tmp_path: Path, row: object, message: str) -> 
         read_prompts(lines(tmp_path / "f.jsonl", {"prompt": "fine"}, row))
 
 
+ODD = "one\u2028two\u2029three\x85four"
+"""Ends of lines to Unicode, and not to JSON."""
+
+
+def test_lines_end_where_jsonl_ends_them(tmp_path: Path) -> None:
+    """Raw separators inside a text, a byte order mark, and CR LF."""
+    path = tmp_path / "f.jsonl"
+    rows = [json.dumps({"prompt": ODD}, ensure_ascii=False), json.dumps({"prompt": "next"})]
+    path.write_bytes(("\ufeff" + "\r\n".join(rows) + "\r\n").encode())
+    assert [prompt.messages for prompt in read_prompts(path)] == [(user(ODD),), (user("next"),)]
+    plain = tmp_path / "f.txt"
+    plain.write_bytes(f"\ufeff{ODD}\r\n\r\nnext".encode())
+    assert read_prompts(plain) == [
+        Prompt("1", "f", "all", (user(ODD),)),
+        Prompt("3", "f", "all", (user("next"),)),
+    ]
+    path.write_bytes(b'{"prompt": "fine"}\n\xff')
+    with pytest.raises(InputError, match="can't be read"):
+        read_prompts(path)
+
+
 def test_no_prompts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="can't be read"):
         read_prompts(tmp_path / "absent.jsonl")
@@ -106,6 +127,11 @@ def test_mt_bench_asks_both_turns_of_questions_of_all_categories(
     ]
     lines(folder / "question.jsonl", *questions)
     monkeypatch.syspath_prepend(str(tmp_path))
+    with (folder / "question.jsonl").open("a", encoding="utf-8") as file:
+        odd = {"question_id": 89, "category": "c4", "turns": [ODD]}
+        file.write("\n" + json.dumps(odd, ensure_ascii=False) + "\n")
+    assert load_suite("MT-Bench")[-1] == from_turns("89", "mt_bench", "c4", [ODD])
+    lines(folder / "question.jsonl", *questions)
     assert load_suite("MT-Bench")[3] == from_turns("84", "mt_bench", "c1", ["q3", "then 3"])
     assert [prompt.category for prompt in load_suite("mt_bench", limit=4)] == ["c0", "c1", "c2", "c3"]
 

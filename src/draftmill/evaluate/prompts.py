@@ -40,6 +40,15 @@ def from_turns(name: str, suite: str, category: str, turns: Sequence[str]) -> Pr
     return Prompt(name, suite, category, ({"role": "user", "content": turns[0]},), tuple(turns[1:]))
 
 
+def text_lines(raw: bytes) -> list[str]:
+    """The lines of UTF-8 text, with or without a byte order mark, as JSONL has them: ended by LF or CR LF.
+
+    The other ends of lines that Unicode knows (U+2028, U+0085) may stand inside a JSON string. Raises
+    UnicodeDecodeError.
+    """
+    return [line.rstrip("\r") for line in raw.decode("utf-8-sig").split("\n")]
+
+
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a file: JSONL, or one prompt a line where its name ends in .txt.
 
@@ -49,7 +58,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = text_lines(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"prompts can't be read from {path}: {reason}; give a JSONL or .txt file") from None

