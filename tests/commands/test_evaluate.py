@@ -74,7 +74,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_published_drafter_on_a_file_of_prompts(
     pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found, text = evaluated(capsys, pair["drafter"], "--target", pair["target"], "--prompts", pair["prompts"])
+    options = ["--target", pair["target"], "--prompts", pair["prompts"], "--batch-size", "1"]
+    found, text = evaluated(capsys, pair["drafter"], *options)
     assert found["dtype"] == "float32"
     assert found["target"] == pair["target"]
     assert found["draft_tokens"] == [1, 3]
@@ -267,6 +268,9 @@ def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp
     assert "--thinking must be one of auto, on, off, got 'maybe'" in error("--thinking", "maybe")
     assert "has no enable_thinking" in error("--thinking", "on")
     assert "there is no folder" in error("--plot", str(tmp_path / "nowhere/plot.png"))
+    for size in ("0", "2", "-1"):
+        line = f"--batch-size must be 1, got {size}: decoding is one sequence at a time"
+        assert error("--batch-size", size).endswith(line)
     assert "--plot is empty; give a file to write" in error("--plot", "")
     assert f"--plot {tmp_path} is a folder; give a file, such as {tmp_path}/plot.png" in error("--plot", str(tmp_path))
     if not torch.cuda.is_available():

@@ -51,6 +51,7 @@ class Request:
     dtype: str = "auto"
     device: str = "auto"
     graphs: str = "auto"
+    batch_size: int = 1
     seed: int = 0
     trust_remote_code: bool = False
     record: bool = True
@@ -69,6 +70,8 @@ def run(request: Request) -> int:
     draft_tokens = parse_counts(request.draft_tokens)
     if request.limit is not None and request.limit < 1:
         raise InputError(f"--limit must be at least 1, got {request.limit}")
+    if request.batch_size != 1:
+        raise InputError(f"--batch-size must be 1, got {request.batch_size}: decoding is one sequence at a time")
     if request.plot is not None:
         report.check_plot(request.plot)
     thinking = _choice("--thinking", request.thinking, ("auto", "on", "off"))
