@@ -336,6 +336,27 @@ def test_a_count_that_was_compared_with_none_is_not_served(run_dir, tmp_path):
     assert "--speculative-num-draft-tokens 8" in card
 
 
+def test_the_card_of_a_drafter_that_gained_nothing_says_so(run_dir, tmp_path):
+    from draftmill.checkpoint import record_evaluation
+
+    def recorded(**facts) -> str:
+        record_evaluation(tmp_path / "a", SHAPE, "zlab", facts)
+        return (tmp_path / "a" / "README.md").read_text()
+
+    assert typed(run_dir, "--layout", "zlab", "--output", tmp_path / "a") == 0
+    nothing = "No number of drafted tokens that was tried was faster than plain decoding when measured"
+    card = recorded(**measured("s", counts=(3,), best=3), worth_it=False)
+    assert f"{nothing}.\n" in card
+    assert '"num_speculative_tokens": 7' in card
+    card = recorded(**measured("s"), worth_it=False)
+    assert f"{nothing}; 5 came closest.\n" in card
+    assert '"num_speculative_tokens": 5' in card
+    assert "fastest" not in card
+    card = recorded(**measured("s"), worth_it=True)
+    assert nothing not in card
+    assert "5 drafted tokens were the fastest when measured" in card
+
+
 @pytest.mark.parametrize("layout", ["draftmill", "zlab"])
 def test_an_evaluation_keeps_what_others_measured_before_it(run_dir, tmp_path, layout):
     """Rows of other prompts, targets and sampling; those of the same are replaced."""

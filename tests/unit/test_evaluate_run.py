@@ -285,6 +285,7 @@ def test_an_answer_of_one_token_measures_nothing_and_breaks_nothing() -> None:
     assert (row.tau_response_mean, row.tau_pooled, row.speedup, row.speedup_low) == (None, None, None, None)
     assert row.identical == 1
     assert report.best_draft_tokens(found) is None
+    assert report.worth_it(found) is None
     Console(width=80).print(report.tables(found))
     assert report.for_card(found, {})["best_draft_tokens"] is None
 
@@ -296,6 +297,38 @@ def test_the_best_count_has_the_most_tokens_a_second() -> None:
         trial.drafted[1] = response(slow.tokens, [StepRecord(step.tokens, 0, 1) for step in slow.steps], 0.1)
     found = Evaluation(found.trials, (1, 3), GREEDY, 4, True, None, 0)
     assert report.best_draft_tokens(found) == 1
+
+
+def slowed(factor: float, *counts: int) -> Evaluation:
+    """The made-up evaluation with drafts that take `factor` of its time, at each of these counts alike."""
+    found = made_up()
+    for trial in found.trials:
+        one = trial.drafted.pop(3)
+        for count in counts:
+            trial.drafted[count] = response(one.tokens, one.steps, one.decode_s * (factor + count / 1000))
+    return Evaluation(found.trials, counts, GREEDY, 9, True, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "worth", "said"),
+    [
+        (slowed(1.0, 3, 4), True, "best number of drafted tokens here: 3"),
+        (slowed(2.0, 3, 4), False, "than plain decoding here; closest: 3 drafted, speed-up 1.00"),
+        (slowed(4.0, 3, 4), False, "than plain decoding here; closest: 3 drafted, speed-up 0.50"),
+        (slowed(4.0, 3), False, "no number of drafted tokens was faster than plain decoding here: 3 drafted, speed-up"),
+    ],
+)
+def test_a_drafter_that_gains_nothing_is_said_to(found: Evaluation, worth: bool, said: str) -> None:
+    assert report.best_draft_tokens(found) == 3
+    assert report.worth_it(found) is worth
+    assert report.to_json(found, {})["worth_it"] is worth
+    assert report.for_card(found, {})["worth_it"] is worth
+    console = Console(width=120, record=True)
+    console.print(report.tables(found))
+    text = console.export_text()
+    assert said in text
+    assert ("(best)" in text) is worth
+    assert ("best number" in text) is worth
 
 
 def test_report_json_and_card_say_the_same() -> None:

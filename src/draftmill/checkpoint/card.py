@@ -122,7 +122,8 @@ def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation
 
     evaluation  {"rows": [{column: value}, ...], "best_draft_tokens": n or None}; the columns are the caller's words,
                 as "suite", "accept_length (mean over responses)", "speed-up", and the first names the prompts. May hold
-                "draft_tokens", the numbers compared, and "about": target, device, dtype, sampling.
+                "draft_tokens", the numbers compared, "worth_it", whether the best was faster than plain decoding, and
+                "about": target, device, dtype, sampling.
     Rows of earlier evaluations are kept under "earlier", a list of evaluations, newest first, unless this one has a row
     for the same prompts, target and sampling.
     Raises OSError.
@@ -246,9 +247,17 @@ def _measured(evaluation: dict[str, Any], target: str | None) -> str:
 
 
 def _serving(shape: DrafterShape, facts: dict[str, Any], layout: str, target: str, name: str) -> str:
-    best = next((one["best_draft_tokens"] for one in _evaluations(facts.get("evaluation")) if _compares(one)), None)
+    evaluations = _evaluations(facts.get("evaluation"))
+    compared = next((one for one in evaluations if _compares(one)), None)
+    best = compared["best_draft_tokens"] if compared is not None else None
+    deciding = compared or next(iter(evaluations), {})
     lines = ["## Serving\n"]
-    if best is not None:
+    if deciding.get("worth_it") is False:
+        closest = f"; {best} came closest" if best is not None else ""
+        lines.append(
+            f"No number of drafted tokens that was tried was faster than plain decoding when measured{closest}.\n"
+        )
+    elif best is not None:
         lines.append(f"{best} drafted tokens were the fastest when measured.\n")
     for engine, command in serving_commands(layout, target, name, best or shape.block_size - 1).items():
         lines.append(f"{engine}:\n\n```bash\n{command}\n```\n")

@@ -132,6 +132,13 @@ def best_draft_tokens(evaluation: Evaluation) -> int | None:
     return max(measured, key=lambda count: measured[count]) if measured else None
 
 
+def worth_it(evaluation: Evaluation) -> bool | None:
+    """Whether the best number of drafted tokens was faster than plain decoding; None where no step was taken."""
+    best = best_draft_tokens(evaluation)
+    speedup = next((found.speedup for found in overall(evaluation) if found.draft_tokens == best), None)
+    return None if speedup is None else speedup > 1.0
+
+
 def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
     """Everything, JSON-able. `about`: what was evaluated and where."""
     best = best_draft_tokens(evaluation)
@@ -141,6 +148,7 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "block_size": evaluation.block_size,
         "draft_tokens": list(evaluation.draft_tokens),
         "best_draft_tokens": best,
+        "worth_it": worth_it(evaluation),
         "sampling": asdict(evaluation.sampling),
         "graphed": evaluation.graphed,
         "why_eager": evaluation.why_eager,
@@ -174,6 +182,7 @@ def for_card(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "draft_tokens": list(evaluation.draft_tokens),
         "best_draft_tokens": best,
+        "worth_it": worth_it(evaluation),
         "about": {**about, "sampling": asdict(evaluation.sampling)},
     }
 
@@ -184,7 +193,9 @@ def tables(evaluation: Evaluation) -> Group:
     best = best_draft_tokens(evaluation)
     shown = next((found for found in sweep if found.draft_tokens == best), sweep[-1])
     groups = by_group(evaluation, shown.draft_tokens)
-    counts = [f"{found.draft_tokens} drafted{' (best)' if found.draft_tokens == best else ''}" for found in sweep]
+    worth = worth_it(evaluation)
+    marked = best if worth else None
+    counts = [f"{found.draft_tokens} drafted{' (best)' if found.draft_tokens == marked else ''}" for found in sweep]
     parts: list[Any] = [
         _figures("All answers", counts, sweep),
         _figures(f"With {shown.draft_tokens} drafted", [_label(found) for found in groups], groups),
@@ -193,7 +204,11 @@ def tables(evaluation: Evaluation) -> Group:
     ]
     if shown.identical is not None:
         parts.append(Text(f"output identical to plain decoding: {shown.identical}/{shown.answers}"))
-    if best is not None and len(sweep) > 1:
+    if worth is False:
+        speed = f"{shown.draft_tokens} drafted, speed-up {_number(shown.speedup, 2)}"
+        closest = f"; closest: {speed}" if len(sweep) > 1 else f": {speed}"
+        parts.append(Text(f"no number of drafted tokens was faster than plain decoding here{closest}"))
+    elif best is not None and len(sweep) > 1:
         parts.append(Text(f"best number of drafted tokens here: {best}"))
     if evaluation.missing:
         parts.append(Text(f"ended before its time: {evaluation.missing} more answers were not decoded"))
