@@ -83,7 +83,8 @@ def test_a_published_drafter_on_a_file_of_prompts(
     assert [(row["answers"], row["identical"]) for row in found["overall"]] == [(2, 2), (2, 2)]
     expected = sum(len(reference_greedy(pair["model"], ids, 6)) for ids in ([60, 3, 9, 61], [60, 7, 61]))
     assert found["overall"][0]["tokens"] == expected
-    assert [row["category"] for row in found["groups"]] == ["all", "x", "y"]
+    groups = [(row["draft_tokens"], row["category"]) for row in found["groups"]]
+    assert groups == [(1, "all"), (1, "x"), (1, "y"), (3, "all"), (3, "x"), (3, "y")]
     named = {True: "best number of drafted tokens here:", False: "no number of drafted tokens was faster than plain"}
     for phrase in ("output identical to plain decoding: 2/2", "mine / x", named[found["worth_it"]]):
         assert phrase in text
@@ -96,12 +97,13 @@ def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
 ) -> None:
     found, text = evaluated(capsys, pair["run"])
     assert found["step"] == 5
-    assert [row["suite"] for row in found["groups"]] == ["heldout"]
+    assert [row["suite"] for row in found["groups"]] == ["heldout", "heldout"]
     assert found["answers"] == 2
     checkpoint = Path(pair["run"]) / "checkpoints/step-5"
     kept = json.loads((checkpoint / "evaluation.json").read_text())
     assert kept["best_draft_tokens"] == found["best_draft_tokens"]
-    assert kept["rows"][0]["tau (pooled)"] == found["groups"][0]["tau_pooled"]
+    (best,) = [row for row in found["groups"] if row["draft_tokens"] == found["best_draft_tokens"]]
+    assert kept["rows"][0]["tau (pooled)"] == best["tau_pooled"]
     assert "recorded with" in text
 
     exported = pair["folder"] / "exported"
@@ -119,7 +121,7 @@ def test_a_run_on_its_held_out_samples_is_recorded_for_the_export_s_card(
     # The export names its target, and keeps a newer evaluation in its own card.
     options = ["--prompts", pair["prompts"], "--limit", "1", "--temperature", "0.5"]
     found, text = evaluated(capsys, str(exported), *options)
-    assert [row["suite"] for row in found["groups"]] == ["mine"]
+    assert [row["suite"] for row in found["groups"]] == ["mine", "mine"]
     assert f"recorded in {exported / 'README.md'}" in text.replace("\n", "")
     card = (exported / "README.md").read_text()
     assert "| mine |" in card

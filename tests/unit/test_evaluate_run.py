@@ -357,6 +357,24 @@ def test_report_json_and_card_say_the_same() -> None:
         assert expected in text
 
 
+def test_json_has_the_groups_at_every_count() -> None:
+    found = slowed(1.0, 3, 4)
+    whole = json.loads(json.dumps(report.to_json(found, {})))
+    assert [(row["draft_tokens"], row["category"]) for row in whole["groups"]] == [
+        (count, category) for count in (3, 4) for category in ("all", "a", "b")
+    ]
+    assert [row["speedup"] for row in whole["groups"] if row["category"] == "a"] == pytest.approx(
+        [4 / 1.003, 4 / 1.004]
+    )
+    assert [row["drafted"] for row in report.for_card(found, {})["rows"]] == [3, 3, 3]
+    console = Console(width=120, record=True)
+    console.print(report.tables(found))
+    text = console.export_text()
+    assert text.count("s / a") == 1
+    assert "With 3 drafted" in text
+    assert "With 4 drafted" not in text
+
+
 def test_plot(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report.plot(made_up(), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

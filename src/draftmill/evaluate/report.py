@@ -140,9 +140,11 @@ def worth_it(evaluation: Evaluation) -> bool | None:
 
 
 def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
-    """Everything, JSON-able. `about`: what was evaluated and where."""
+    """Everything, JSON-able: rows over all answers and rows by group, for each number of drafted tokens.
+
+    about  what was evaluated and where
+    """
     best = best_draft_tokens(evaluation)
-    shown = best if best is not None else evaluation.draft_tokens[-1]
     return {
         **about,
         "block_size": evaluation.block_size,
@@ -157,7 +159,7 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "why_ended": evaluation.why_ended,
         "follow_ups_left_out": evaluation.left_out,
         "overall": [asdict(found) for found in overall(evaluation)],
-        "groups": [asdict(found) for found in by_group(evaluation, shown)],
+        "groups": [asdict(found) for count in evaluation.draft_tokens for found in by_group(evaluation, count)],
     }
 
 
