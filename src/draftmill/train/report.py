@@ -40,16 +40,21 @@ class Reporter:
         run: RunDirectory,
         observe: Callable[[dict[str, Any]], None],
         running: Running,
-        accept_length: float | None,
     ) -> None:
-        """observe: gets every record of metrics.jsonl as well. accept_length: of the last evaluation so far."""
+        """observe: gets every record of metrics.jsonl as well."""
         self.setup, self.run, self.observe, self.running = setup, run, observe, running
-        self.accept_length = accept_length
+        self._evaluated: tuple[int, float] | None = None
         self._last_wait_s = 0.0
 
     def resumed(self, first_step: int) -> None:
         """Mark in the metrics that lines above from this step on (0-based) are void: it is done again, below."""
         self.run.metrics({"step": first_step + 1, "resumed": True})
+
+    def accept_length_after(self, step: int) -> float | None:
+        """Held-out acceptance length of the weights after this step (0-based); None where they were not evaluated."""
+        if self._evaluated is None or self._evaluated[0] != step:
+            return None
+        return self._evaluated[1]
 
     def take(self, finished: Iterable[list[Result]]) -> None:
         """Report results, one list a ticket. Raises NotFinite for a loss or gradient that is not finite."""
@@ -108,18 +113,19 @@ class Reporter:
     def _evaluation(self, step: int, value: EvaluationValues) -> None:
         counts = value.read()
         total = counts.sum(dim=0)
-        self.accept_length = float(accept_length(total))
+        length = float(accept_length(total))
+        self._evaluated = step, length
         self._write(
             {
                 "step": step + 1,
-                "accept_length": self.accept_length,
+                "accept_length": length,
                 "accept_by_slot": accept_by_slot(total).tolist(),
                 "accept_length_by_bucket": [
                     float(accept_length(bucket)) if int(bucket[0, 0]) else None for bucket in counts
                 ],
             }
         )
-        self.run.log.info(f"held-out acceptance length {self.accept_length:.3f} after step {step + 1}")
+        self.run.log.info(f"held-out acceptance length {length:.3f} after step {step + 1}")
 
     def _coverage(self, ended: str) -> None:
         """Log what ended, and how much of what could have been anchored was, from the start of this process on."""

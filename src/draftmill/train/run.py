@@ -179,8 +179,7 @@ def _train(
 
     parts = Parts(setup, run, loaded, start.first_step, store, prepare)
     with Saver(setup, run, run_dir) as saver, running_team(parts, abandon) as running:
-        accept_length = checkpoint.state.get("accept_length") if checkpoint is not None else None
-        reporter = Reporter(setup, run, observe, running, accept_length)
+        reporter = Reporter(setup, run, observe, running)
         if start.resumes:
             reporter.resumed(start.first_step)
         with meeting.watched(running.team.supervisor.fail):

@@ -122,6 +122,7 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         max_steps=config.train.max_steps,
         locate=plan.locate,
     )
+    notes += _unmeasured(config, stream)
     return Setup(
         config=config,
         hosts=hosts,
@@ -138,6 +139,21 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         warm_weights=warm_weights,
         notes=tuple(notes),
     )
+
+
+def _unmeasured(config: Config, stream: Stream) -> list[str]:
+    """A line for the log where checkpoints by steps fall between evaluations, so that none of them can be the best."""
+    every = config.checkpoint.every_steps
+    steps = range(every, stream.total_steps, every)
+    missing = sum(not stream.evaluates_after(step - 1) for step in steps) if stream.num_heldout else 0
+    if not missing:
+        return []
+    draws = f" and of train.anchor_draws {stream.draws}" if stream.draws > 1 else ""
+    return [
+        f"{missing} of {len(steps)} checkpoints by steps before the end will have no held-out acceptance length, and "
+        f"none is kept as best without: make checkpoint.every_steps {every} a multiple of train.evaluate_every "
+        f"{stream.evaluate_every}{draws}"
+    ]
 
 
 def facts_to_share(setup: Setup) -> dict[str, Any]:
