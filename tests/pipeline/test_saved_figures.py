@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftmill.checkpoint import checkpoints, read_source
+from draftmill.checkpoint import checkpoints, export, load, read_source, store
 from draftmill.monitor.metrics import read_metrics
 from draftmill.train.run import train
 from tiny import config_of, small_world
@@ -71,3 +71,18 @@ def test_a_run_told_to_save_where_nothing_is_measured_says_so(world: dict[str, A
     assert said in (run / "run.log").read_text()
     train(config_of(world, f"run.dir={tmp_path}", "checkpoint.every_steps=4"), console=False)
     assert "will have no held-out" not in (tmp_path / "run.log").read_text()
+
+
+def test_an_export_of_a_run_shows_what_was_measured_on_its_weights(run: Path, tmp_path: Path) -> None:
+    best = store.best(run)
+    assert best is not None
+    record = measured(run)[best.step]
+    assert len(record["accept_by_slot"]) == 3
+    assert load(best.folder).state["accept_by_slot"] == record["accept_by_slot"]
+    export(run, "zlab", tmp_path / "best")
+    card = (tmp_path / "best" / "README.md").read_text()
+    assert f"acceptance length {record['accept_length']:.3f} tokens a block" in card
+    shares = " | ".join(f"{share:.3f}" for share in record["accept_by_slot"])
+    assert f"| slot | 1 | 2 | 3 |\n|---|---|---|---|\n| accepted | {shares} |\n" in card
+    export(run / "checkpoints" / "step-9", "zlab", tmp_path / "other")
+    assert "Not measured yet" in (tmp_path / "other" / "README.md").read_text(), "step 8's figures are not step 9's"

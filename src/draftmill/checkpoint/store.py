@@ -9,7 +9,7 @@ manifest is written last and holds the size and digest of every other file, and 
 
 Keys of the state that this room reads, where they are there: `shape` (DrafterShape.to_dict), `config` (the resolved
 configuration), `target` ({model, revision, architectures}), `data_fingerprint`, `batches_per_step`, `finished`,
-`accept_length` (held-out, of these very weights; None where they were not evaluated) and `accept_by_slot`.
+`accept_length` and `accept_by_slot` (held-out, of these very weights; None where they were not evaluated).
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ def training_loop(
         done = step + 1 == stream.total_steps
         if saver.due(step + 1) or done or stop == "graceful":
             reporter.take(team.drain())  # the checkpoint's state tells what is known up to here
-            reporter.take(
-                team.submit(Snapshot(step, saver.request(step + 1, done, reporter.accept_length_after(step))))
-            )
+            request = saver.request(step + 1, done, reporter.heldout_after(step))
+            reporter.take(team.submit(Snapshot(step, request)))
             saver.began()
         if stop != "no" and not done:
             reporter.take(team.drain())

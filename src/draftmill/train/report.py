@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.workers import Evaluate, Result, Step
 from draftmill.train.assemble import Running
 from draftmill.train.replica import EvaluationValues, StepValues
+from draftmill.train.saving import Heldout
 from draftmill.train.setup import Setup
 
 
@@ -43,18 +45,16 @@ class Reporter:
     ) -> None:
         """observe: gets every record of metrics.jsonl as well."""
         self.setup, self.run, self.observe, self.running = setup, run, observe, running
-        self._evaluated: tuple[int, float] | None = None
+        self._heldout_after, self._heldout = -1, Heldout()
         self._last_wait_s = 0.0
 
     def resumed(self, first_step: int) -> None:
         """Mark in the metrics that lines above from this step on (0-based) are void: it is done again, below."""
         self.run.metrics({"step": first_step + 1, "resumed": True})
 
-    def accept_length_after(self, step: int) -> float | None:
-        """Held-out acceptance length of the weights after this step (0-based); None where they were not evaluated."""
-        if self._evaluated is None or self._evaluated[0] != step:
-            return None
-        return self._evaluated[1]
+    def heldout_after(self, step: int) -> Heldout:
+        """What was measured on the weights after this step (0-based)."""
+        return self._heldout if step == self._heldout_after else Heldout()
 
     def take(self, finished: Iterable[list[Result]]) -> None:
         """Report results, one list a ticket. Raises NotFinite for a loss or gradient that is not finite."""
@@ -113,19 +113,18 @@ class Reporter:
     def _evaluation(self, step: int, value: EvaluationValues) -> None:
         counts = value.read()
         total = counts.sum(dim=0)
-        length = float(accept_length(total))
-        self._evaluated = step, length
+        heldout = Heldout(float(accept_length(total)), accept_by_slot(total).tolist())
+        self._heldout_after, self._heldout = step, heldout
         self._write(
             {
                 "step": step + 1,
-                "accept_length": length,
-                "accept_by_slot": accept_by_slot(total).tolist(),
+                **asdict(heldout),
                 "accept_length_by_bucket": [
                     float(accept_length(bucket)) if int(bucket[0, 0]) else None for bucket in counts
                 ],
             }
         )
-        self.run.log.info(f"held-out acceptance length {length:.3f} after step {step + 1}")
+        self.run.log.info(f"held-out acceptance length {heldout.accept_length:.3f} after step {step + 1}")
 
     def _coverage(self, ended: str) -> None:
         """Log what ended, and how much of what could have been anchored was, from the start of this process on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,18 @@ from draftmill.train.setup import Setup
 
 LAST_SAVE_S = 30.0
 """Seconds that a save under way has after a failure; what it has written by then is no checkpoint yet."""
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """What an evaluation on the held-out samples measured; None where these weights were not evaluated.
+
+    accept_length   tokens a block, teacher-forced, the target's own one counted
+    accept_by_slot  chance that slot 1, 2, ... K-1 is kept, jointly with those before it
+    """
+
+    accept_length: float | None = None
+    accept_by_slot: list[float] | None = None
 
 
 class Saver:
@@ -56,9 +69,9 @@ class Saver:
         self.run.phase(Phase.SAVING)
         self.schedule.saved()
 
-    def request(self, step: int, finished: bool, accept_length: float | None) -> Callable[[Replica], Any]:
+    def request(self, step: int, finished: bool, heldout: Heldout) -> Callable[[Replica], Any]:
         """What a snapshot ticket asks of the replica: nothing but for the writer, which copies and goes on."""
-        state = self.state(step, finished, accept_length)
+        state = self.state(step, finished, heldout)
 
         def save(replica: Replica) -> Any:
             if replica is not self.writer:
@@ -67,7 +80,7 @@ class Saver:
 
         return save
 
-    def state(self, step: int, finished: bool, accept_length: float | None) -> dict[str, Any]:
+    def state(self, step: int, finished: bool, heldout: Heldout) -> dict[str, Any]:
         """All that a resume or an export needs to know besides tensors."""
         setup = self.setup
         target = setup.config.target
@@ -81,7 +94,7 @@ class Saver:
             "epoch": setup.stream.epoch_of(step - 1),
             "total_steps": setup.stream.total_steps,
             "finished": finished,
-            "accept_length": accept_length,
+            **asdict(heldout),
             "shape": setup.shape.to_dict(),
             "config": setup.config.model_dump(mode="json"),
             "data_fingerprint": setup.store.fingerprint,
