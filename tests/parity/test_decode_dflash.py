@@ -6,13 +6,14 @@ import copy
 import time
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
 
 from draftmill.checkpoint import zlab
 from draftmill.drafter.network import Drafter
-from draftmill.evaluate.acceptance import tau_pooled, tau_response_mean
+from draftmill.evaluate.acceptance import StepRecord, tau_pooled, tau_response_mean
 from draftmill.evaluate.decode import Decoder
 from draftmill.target.generate_sampling import Sampling
 from draftmill.target.model import Target
@@ -63,34 +64,57 @@ def upstream(drafter: Drafter) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, BLOCK - 1])
-@pytest.mark.parametrize("stage", ["halfway", "knowing"])
-def test_same_tokens_and_same_tau(
-    trained: Trained, stage: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, answer, drafter = trained.target, trained.answer, getattr(trained, stage)
+def same_acceptance(
+    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], num_drafts: int
+) -> list[StepRecord]:
+    """Our steps on a prompt, after both loops gave the answer up to a stop token in as many tokens a step."""
     # A stop token ends the answer, so that no step is cut by the limit: the peer shortens its last blocks there.
     stop = next(token for token in answer[30:] if answer.index(token) >= 30)
     expected = answer[: answer.index(stop) + 1]
     response = Decoder(target, drafter).generate(
-        PROMPT, num_drafts=num_drafts, sampling=Sampling(max_new_tokens=LENGTH), stop={stop}
+        prompt, num_drafts=num_drafts, sampling=Sampling(max_new_tokens=LENGTH), stop={stop}
     )
-    monkeypatch.setattr(dflash, "_cuda_time", time.perf_counter)  # its statistics need a GPU only for the clock
     theirs = dflash.dflash_generate(
         upstream(drafter),
         target.model,
-        torch.tensor([PROMPT]),
+        torch.tensor([prompt]),
         max_new_tokens=LENGTH + BLOCK,
         stop_token_ids=[stop],
         block_size=num_drafts + 1,
         return_stats=True,
     )
-    assert response.tokens == expected == theirs.output_ids[0, len(PROMPT) :].tolist()
+    assert response.tokens == expected == theirs.output_ids[0, len(prompt) :].tolist()
     assert [step.tokens for step in response.steps] == theirs.acceptance_lengths
-    tau = fmean(theirs.acceptance_lengths)
-    assert tau_response_mean([response.steps]) == tau_pooled([response.steps]) == tau
+    assert tau_response_mean([response.steps]) == tau_pooled([response.steps]) == fmean(theirs.acceptance_lengths)
+    return response.steps
+
+
+@pytest.fixture(autouse=True)
+def _their_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer's statistics need a GPU only for the clock."""
+    monkeypatch.setattr(dflash, "_cuda_time", time.perf_counter)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, BLOCK - 1])
+@pytest.mark.parametrize("stage", ["halfway", "knowing"])
+def test_same_tokens_and_same_tau(trained: Trained, stage: str, num_drafts: int) -> None:
+    steps = same_acceptance(trained.target, getattr(trained, stage), PROMPT, trained.answer, num_drafts)
+    tau = fmean(step.tokens for step in steps)
     if num_drafts > 1:
         assert 1.1 < tau < num_drafts if stage == "halfway" else tau > num_drafts
+
+
+@pytest.mark.parametrize("sliding", [{}, {"sliding_window": 9, "sliding_layers": [1]}], ids=["full", "sliding"])
+def test_same_tau_on_a_prompt_of_hundreds_of_tokens(sliding: dict[str, Any]) -> None:
+    """The tokens do not depend on the drafts: a position that is wrong far out shows in tau alone."""
+    torch.set_num_threads(1)
+    target = tiny_target("llama", seed=2)
+    prompt = [(7 * index * index + 3) % 61 for index in range(300)]
+    answer = reference_greedy(target, prompt, LENGTH + BLOCK)
+    drafter = random_drafter(target, BLOCK, **sliding)
+    overfit(drafter, target, prompt + answer, first=len(prompt), steps=45)
+    steps = same_acceptance(target, drafter, prompt, answer, BLOCK - 1)
+    assert len({step.accepted for step in steps}) >= 3
 
 
 def test_a_drafter_that_knows_the_text_drafts_nearly_whole_blocks(trained: Trained) -> None:
