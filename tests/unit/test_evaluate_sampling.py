@@ -12,6 +12,7 @@ import torch
 
 from draftmill.evaluate.decode import Decoder
 from draftmill.evaluate.sampling import draw, judge_greedy, judge_sampled, num_uniforms, probabilities
+from draftmill.evaluate.session import Session
 from draftmill.target.generate_sampling import Sampling, choose_tokens, uniforms
 from evaluate_doubles import random_drafter, tiny_target
 
@@ -136,6 +137,55 @@ def test_sampled_output_has_the_target_s_distribution(sampling: Sampling) -> Non
     exact = chances.gather(-1, texts[:, 2:, None])[..., 0].prod(-1)
     assert exact.sum().item() == pytest.approx(1.0, abs=1e-5)
     assert chance(counts, trials * exact) > LEVEL
+
+
+def test_drafts_verdicts_and_the_token_after_them_are_decided_by_numbers_of_their_own() -> None:
+    """Were a draft's number its verdict's too, what is kept would lean towards the drafter."""
+    torch.set_num_threads(1)
+    target, most = tiny_target("llama"), 1.0 - 1e-9
+    sampling = Sampling(temperature=1.0)
+
+    def step(drafts: float, verdicts: float, after: float) -> tuple[int, int, list[int]]:
+        session.set_uniforms(torch.tensor([0.5], dtype=torch.float64))
+        session.prefill([5, 6])
+        session.take_prompt(2, taps)
+        session.set_uniforms(torch.tensor([drafts] * 3 + [verdicts] * 3 + [after], dtype=torch.float64))
+        accepted, token, *drafted = session.step(3, taps).tolist()
+        return accepted, token, drafted
+
+    with torch.inference_mode():
+        session = Session(target, random_drafter(target), 64, sampling)
+        with session.taps(3) as taps:
+            refused, drafted = [], []
+            for drafts in (0.0, 0.3, 0.6, most):
+                kept, first, same = step(drafts, 0.0, 0.0)
+                assert (kept, first) == (3, 0)  # whatever is drafted: the target gives every token some chance
+                assert step(drafts, 0.0, most) == (3, 63, same)
+                accepted, _, again = step(drafts, most, 0.0)
+                assert again == same
+                refused.append(accepted)
+                drafted.append(same)
+    assert min(refused) == 0
+    assert (drafted[0], drafted[-1]) == ([0] * 3, [63] * 3)
+    assert drafted[1] != drafted[2]
+
+
+def test_every_step_of_a_response_gets_fresh_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    given: list[torch.Tensor] = []
+    inner = Session.set_uniforms
+
+    def note(session: Session, numbers: torch.Tensor) -> None:
+        given.append(numbers)
+        inner(session, numbers)
+
+    monkeypatch.setattr(Session, "set_uniforms", note)
+    target = tiny_target("llama")
+    sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=7)
+    response = Decoder(target, random_drafter(target)).generate([5, 6], num_drafts=3, sampling=sampling, stream=4)
+    assert [len(numbers) for numbers in given] == [1] + [7] * len(response.steps)
+    used = torch.cat(given)
+    assert torch.equal(used, torch.from_numpy(uniforms(7, 4, len(used))))
 
 
 def test_a_seed_and_stream_name_one_response() -> None:
