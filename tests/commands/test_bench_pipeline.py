@@ -35,7 +35,7 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--rounds", "1", "--batches", "4", "--gil-batches", "6", "--samples", "500", "--out", str(out)]
-    got = run("pipeline.py", "--tiny", "--parts", "share", "spread", "gil", "--folder", str(tmp_path), *options)
+    got = run("pipeline.py", "--tiny", "--parts", "share", "spread", "mixed", "gil", "--folder", str(tmp_path), *options)
     assert got == json.loads(out.read_text())
     share = got["share"]
     assert share["slower_side"] == min(("target", "drafter"), key=share["ktok_s"].get)
@@ -44,9 +44,10 @@ def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) ->
     assert both["batches"] == 4
     assert both["ktok_s"] == pytest.approx(both["tokens"] / both["seconds"] / 1e3, rel=1e-2)
     assert [worker["name"] for worker in both["workers"]] == ["target-0", "drafter-0"]
-    spread = got["spread"]
-    assert spread["ktok_s"] == pytest.approx(spread["rounds"][0], rel=1e-3)
-    assert [worker["name"] for worker in spread["workers"]] == ["target-0", "drafter-0"], "there is one device here"
+    for layout in ("spread", "mixed"):
+        assert got[layout]["ktok_s"] == pytest.approx(got[layout]["rounds"][0], rel=1e-3)
+        workers = [worker["name"] for worker in got[layout]["workers"]]
+        assert workers == ["target-0", "drafter-0"], "there is one device here"
     gil = got["gil"]
     assert list(gil) == ["size", "ratio_bar", "eager", "part_s"], "nothing is captured on a CPU"
     assert [len(gil["eager"]["workers"][layout]) for layout in ("1+1", "5+3")] == [2, 8]
