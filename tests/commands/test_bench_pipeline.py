@@ -35,7 +35,9 @@ def run(script: str, *arguments: str) -> dict[str, Any]:
 def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--rounds", "1", "--batches", "4", "--gil-batches", "6", "--samples", "500", "--out", str(out)]
-    got = run("pipeline.py", "--tiny", "--parts", "share", "spread", "mixed", "gil", "--folder", str(tmp_path), *options)
+    got = run(
+        "pipeline.py", "--tiny", "--parts", "share", "spread", "mixed", "gil", "--folder", str(tmp_path), *options
+    )
     assert got == json.loads(out.read_text())
     share = got["share"]
     assert share["slower_side"] == min(("target", "drafter"), key=share["ktok_s"].get)
