@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from draftmill.checkpoint.durable import read_json, write_json
+from draftmill.checkpoint.durable import read_json, replace_json
 from draftmill.checkpoint.source import EVALUATION_FILE, FACTS_FILE
 from draftmill.drafter.shape import DrafterShape
 
@@ -130,12 +130,12 @@ def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation
     """
     if layout == "draftmill":
         path = folder / EVALUATION_FILE
-        write_json(path, _with_earlier(evaluation, read_json(path) if path.exists() else None))
+        replace_json(path, _with_earlier(evaluation, read_json(path) if path.exists() else None))
         return
     path = folder / FACTS_FILE
     record = read_json(path)
     record["facts"]["evaluation"] = _with_earlier(evaluation, record["facts"].get("evaluation"))
-    write_json(path, record)
+    replace_json(path, record)
     (folder / CARD_FILE).write_text(card(shape, record["facts"], layout, record["name"]), encoding="utf-8")
 
 

@@ -79,6 +79,16 @@ def write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
+def replace_json(path: Path, value: Any) -> None:
+    """Write a JSON file in place of one that stays whole until the new one is on the disk. Raises as `write_json`."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        write_json(new, value)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises InputError that names the file: it is missing, unreadable or no JSON."""
     try:
