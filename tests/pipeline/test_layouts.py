@@ -65,6 +65,11 @@ def test_weights_after_ten_steps_do_not_depend_on_the_layout(
     )
 
 
+def test_nor_on_how_many_devices_a_target_is_spread_over(world: dict[str, Any], reference, tmp_path: Path) -> None:
+    found = run(world, tmp_path / "run", 1, 1, 6, "target.devices=[[cpu, cpu]]")
+    assert_same_training(found, reference, to_a_bit=True)
+
+
 @pytest.mark.parametrize(("targets", "drafters"), [(2, 1), (1, 3)])
 def test_nor_do_they_under_a_loss_that_compares_with_the_target(
     world: dict[str, Any], reference, comparing, tmp_path: Path, targets: int, drafters: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from draftmill.errors import InputError
 from draftmill.pipeline.channel import Channel, ChannelClosed
 from draftmill.pipeline.collective import Collective
-from draftmill.pipeline.placement import place
+from draftmill.pipeline.placement import ask_for_queues, place
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, WorkerFailed
 from draftmill.pipeline.team import Team
@@ -501,6 +502,14 @@ def test_a_drafter_that_ends_early_is_a_broken_protocol() -> None:
 
 
 # Placement
+
+
+def test_a_device_has_more_queues_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in (({}, "32"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1")):
+        environment = dict(before)
+        monkeypatch.setattr(os, "environ", environment)
+        ask_for_queues()
+        assert environment == {"CUDA_DEVICE_MAX_CONNECTIONS": after}
 
 
 def test_devices_that_are_not_here_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
