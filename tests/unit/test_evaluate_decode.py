@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,30 @@ def test_plain_decoding_counts_one_token_a_step() -> None:
     assert response.decode_s > 0
     with pytest.raises(InputError, match="drafts 1 to 0 tokens a step, got 2"):
         Decoder(target).generate(PROMPT, num_drafts=2, sampling=GREEDY)
+
+
+def test_the_drafter_s_work_on_the_prompt_is_time_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of the target's forwards and the drafter's own: left out, it would flatter the speed-up."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("draftmill.evaluate.decode.time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    target = tiny_target()
+    drafter = random_drafter(target, block_size=6)
+    decoder = Decoder(target, drafter)
+    extend = drafter.extend
+
+    def forward_began(_module: Any, _arguments: Any, options: dict[str, Any]) -> None:
+        clock.now_s += 10.0 if options["input_ids"].shape[1] == len(PROMPT) else 1.0
+
+    def extended(cache: Any, features_NF: torch.Tensor, positions_N: torch.Tensor) -> None:
+        clock.now_s += 1000.0 if positions_N.shape[0] == len(PROMPT) else 100.0
+        extend(cache, features_NF, positions_N)
+
+    target.model.register_forward_pre_hook(forward_began, with_kwargs=True)
+    monkeypatch.setattr(drafter, "extend", extended)
+    drafted = decoder.generate(PROMPT, num_drafts=5, sampling=GREEDY)
+    assert (drafted.prefill_s, drafted.decode_s) == (10.0, 1000.0 + 101.0 * len(drafted.steps))
+    plain = decoder.generate(PROMPT, num_drafts=0, sampling=GREEDY)
+    assert (plain.prefill_s, plain.decode_s) == (10.0, 24.0)
 
 
 def test_a_stop_token_inside_a_block_ends_the_response_there() -> None:
