@@ -12,12 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draftmill.checkpoint.store import save
 from draftmill.cli import main
 from draftmill.data.build import write_store
 from draftmill.evaluate.progress import DecodingProgress
-from evaluate_doubles import PLAIN_TEMPLATE, random_drafter, reference_greedy, save_pair, tiny_target
+from draftmill.target.load import load_target
+from draftmill.target.model import Target
+from evaluate_doubles import (
+    PLAIN_TEMPLATE,
+    overfit,
+    random_drafter,
+    reference_greedy,
+    save_pair,
+    tiny_target,
+    tiny_tokenizer,
+)
 
 torch.set_num_threads(1)
 
@@ -54,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
     """The JSON of the last line and all that was printed before it."""
     with pytest.raises(SystemExit) as left:
-        main(["evaluate", *arguments, *BRIEF, "--json"])
+        main(["evaluate", *BRIEF, *arguments, "--json"])
     printed = capsys.readouterr()
     assert left.value.code == 0, printed.err
     *before, last = printed.out.splitlines()
@@ -284,6 +295,54 @@ def test_bad_input(pair: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp
     if not torch.cuda.is_available():
         assert "this machine has 0 CUDA devices" in error("--device", "cuda:0")
         assert "graphs can be captured on CUDA only" in error("--graphs", "on")
+
+
+def save_in_float8(folder: Path, target: Target) -> tuple[str, str]:
+    """The target as a checkpoint in fine-grained fp8, and as one of plain bfloat16 with the same rounded weights."""
+    in_float8, rounded = {}, {}
+    for name, value in target.model.state_dict().items():
+        in_float8[name] = rounded[name] = value.to(torch.bfloat16)
+        if name.endswith("_proj.weight"):
+            scale = value.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            in_float8[name] = (value / scale).to(torch.float8_e4m3fn)
+            in_float8[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            rounded[name] = (in_float8[name].float() * scale).to(torch.bfloat16)
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {**target.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    for kind, weights, more in (("float8", in_float8, {"quantization_config": how}), ("rounded", rounded, {})):
+        tiny_tokenizer().save_pretrained(folder / kind)
+        (folder / kind / "config.json").write_text(json.dumps({**config, **more}))
+        save_file(weights, folder / kind / "model.safetensors", metadata={"format": "pt"})
+    return str(folder / "float8"), str(folder / "rounded")
+
+
+def test_a_drafter_serves_its_target_s_fine_grained_fp8_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Which CPUs run as bfloat16: as a checkpoint of the weights rounded so, and not as the original."""
+    pytest.importorskip("accelerate", reason="transformers reads quantized checkpoints with accelerate")
+    if torch.cuda.is_available():
+        pytest.skip("where there is a GPU, transformers keeps the weights in float8, which no CPU multiplies")
+    target = tiny_target("llama", hidden_size=128, intermediate_size=128, seed=3)
+    in_float8, rounded = save_in_float8(tmp_path, target)
+    prompt = [60, 3, 9, 61]
+    text = reference_greedy(load_target(rounded, dtype="bfloat16"), prompt, 30)
+    drafter = random_drafter(target)
+    overfit(drafter, target, prompt + text, first=len(prompt), steps=20)
+    own, where_drafter = save_pair(tmp_path, target, drafter)
+    prompts = tmp_path / "one.jsonl"
+    prompts.write_text('{"prompt": "w3 w9"}\n')
+
+    def on(where: str) -> tuple[list[int], int]:
+        options = ["--prompts", str(prompts), "--dtype", "bfloat16", "--max-new-tokens", "24", "--draft-tokens", "3"]
+        found, _ = evaluated(capsys, where_drafter, "--target", where, *options)
+        assert (found["target"], found["dtype"]) == (where, "bfloat16")
+        (row,) = found["overall"]
+        return row["histogram"], row["tokens"]
+
+    histogram, num_tokens = on(in_float8)
+    assert (histogram, num_tokens) == on(rounded) != on(own)
+    assert sum(histogram[1:]) > histogram[0], "the drafter knows this text"
 
 
 def test_a_drafter_without_target_or_prompts_says_what_to_give(
