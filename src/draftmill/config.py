@@ -261,6 +261,11 @@ class TrainConfig(_Section):
     """Seconds between step lines in the log."""
     evaluate_every: int = Field(500, ge=1)
     """Steps between held-out evaluations."""
+    decode_prompts: int = Field(0, ge=0)
+    """Held-out prompts that a process beside the run decodes with each checkpoint, plainly and speculatively, greedily;
+    0: none. It loads the whole target."""
+    decode_device: str = "cpu"
+    """Where that process computes: cpu, with the target in float32, or a GPU that the run does not use."""
 
     @model_validator(mode="before")
     @classmethod
@@ -292,6 +297,12 @@ class TrainConfig(_Section):
     def loss_terms(self) -> dict[LossTerm, float]:
         """The loss as weights of its terms."""
         return self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+    @field_validator("decode_device")
+    @classmethod
+    def _decode_device(cls, value: str) -> str:
+        _checked_devices([value])
+        return value
 
     @field_validator("betas")
     @classmethod
@@ -358,6 +369,15 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     pipeline: PipelineConfig = PipelineConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    @model_validator(mode="after")
+    def _prompts(self) -> Config:
+        if self.train.decode_prompts and not self.data.heldout:
+            raise ValueError(
+                f"train.decode_prompts {self.train.decode_prompts} are held-out samples' openings, and data.heldout is "
+                "0; hold some out, or decode none"
+            )
+        return self
 
     def to_yaml(self) -> str:
         """The configuration as YAML that `load_config` reads back to an equal one."""

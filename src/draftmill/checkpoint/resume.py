@@ -30,6 +30,8 @@ MAY_CHANGE = frozenset(
         "train.accumulate",  # only together with the drafters: batches_per_step must stay
         "train.log_every_s",
         "train.evaluate_every",
+        "train.decode_prompts",
+        "train.decode_device",
         "checkpoint.every_steps",
         "checkpoint.every_minutes",
         "checkpoint.keep_last",

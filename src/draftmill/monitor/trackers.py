@@ -202,6 +202,8 @@ _GROUPS = {
     "accuracy_by_slot": "accuracy",
     "accept_length": "acceptance",
     "accept_by_slot": "acceptance",
+    "decoded_tau": "acceptance",
+    "decoded_answers": "acceptance",
     "context_tokens": "speed",
     "context_tokens_per_s": "speed",
     "supervised_tokens_per_s": "speed",
@@ -268,7 +270,7 @@ class TrackerFeed:
             return
         now = time.monotonic()
         self._num_records += 1
-        if self._num_records > _NUM_DENSE and "accept_length" not in record and now - self._put_at < _SPARSE_S:
+        if self._num_records > _NUM_DENSE and "loss" in record and now - self._put_at < _SPARSE_S:
             return
         self._put_at = now
         try:

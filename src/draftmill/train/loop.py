@@ -24,6 +24,7 @@ def training_loop(
         if stream.evaluates_after(step):
             reporter.take(team.submit(Evaluate(step)))
         stop = meeting.stop_after(step, reporter.run.stop_requested())
+        saver.report_decoded()
         done = step + 1 == stream.total_steps
         if saver.due(step + 1) or done or stop == "graceful":
             reporter.take(team.drain())  # the checkpoint's state tells what is known up to here

@@ -178,7 +178,7 @@ def _train(
         os._exit(ended_by(failure))
 
     parts = Parts(setup, run, loaded, start.first_step, store, prepare)
-    with Saver(setup, run, run_dir) as saver, running_team(parts, abandon) as running:
+    with Saver(setup, run, run_dir, observe) as saver, running_team(parts, abandon) as running:
         reporter = Reporter(setup, run, observe, running)
         if start.resumes:
             reporter.resumed(start.first_step)

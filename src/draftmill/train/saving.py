@@ -15,6 +15,7 @@ from draftmill.compiling import BUILD_LOCK
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.supervision import within
+from draftmill.train.decoding import Decodings
 from draftmill.train.replica import Replica
 from draftmill.train.setup import Setup
 
@@ -41,12 +42,16 @@ class Saver:
     itself: then the save has a little time left, and what becomes of it is logged.
     """
 
-    def __init__(self, setup: Setup, run: RunDirectory, run_dir: Path) -> None:
+    def __init__(
+        self, setup: Setup, run: RunDirectory, run_dir: Path, observe: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """observe: gets the records that `report_decoded` adds to metrics.jsonl."""
         settings = setup.config.checkpoint
-        self.setup, self.run = setup, run
+        self.setup, self.run, self.observe = setup, run, observe
         self.writes = setup.hosts.rank == 0
         self.writer: Replica | None = None
         self.schedule = SaveSchedule(settings.every_steps, settings.every_minutes)
+        self.decodings = Decodings(setup.config.train, setup.shape.block_size - 1, run)
         self.background = BackgroundSaver(
             run_dir,
             keep_last=settings.keep_last,
@@ -102,6 +107,15 @@ class Saver:
             "training_length": setup.config.data.max_length,
         }
 
+    def report_decoded(self) -> None:
+        """Add to the metrics what was decoded with checkpoints since, and let it begin with one that was saved."""
+        self._write(self.decodings.take())
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            self.run.metrics(record)
+            self.observe(record)
+
     def __enter__(self) -> Saver:
         return self
 
@@ -109,9 +123,16 @@ class Saver:
         self, kind: type[BaseException] | None, exception: BaseException | None, trace: TracebackType | None
     ) -> None:
         if exception is None:
-            self.background.close()
-        elif (error := within(LAST_SAVE_S, self.background.close, "the last save")) is not None:
+            try:
+                self.background.close()
+                self._write(self.decodings.finish())
+            finally:
+                self.decodings.abandon()
+            return
+        self.decodings.abandon()
+        if (error := within(LAST_SAVE_S, self.background.close, "the last save")) is not None:
             self.run.log.error(f"the last checkpoint was not written: {error}")
 
     def _tell(self, saved: Saved) -> None:
         self.run.log.info(f"saved {saved.folder.name} in {saved.write_s:.1f} s")
+        self.decodings.saved(saved)

@@ -32,6 +32,7 @@ from draftmill.target.load import check_quantize, empty_target, is_quantized, lo
 from draftmill.target.mask_token import resolve_mask_token
 from draftmill.target.model import OUTPUT
 from draftmill.target.step import check_choice
+from draftmill.train.decoding import check_decoding
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ def set_up(config: Config, hosts: Hosts) -> Setup:
         raise InputError(
             f"target.revision {config.target.revision} is of the hub, and target.model {config.target.model} is a "
             "folder; leave it out, or give the hub id"
+        )
+    if hosts.rank == 0:
+        check_decoding(
+            config.train, [*placement.drafters, *(device for group in placement.targets for device in group)]
         )
     store = Store.open(config.data.path, max_length=config.data.max_length)
     target_config = load_config(
