@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from draftmill.checkpoint.background import Saved
-from draftmill.config import TrainConfig
+from draftmill.config import Config, TrainConfig
 from draftmill.errors import InputError
 from draftmill.monitor.run import RunDirectory
 
@@ -62,9 +62,10 @@ class _Decoding:
 class Decodings:
     """The decodings of a run, one at a time. Used by the main thread, but for `saved`."""
 
-    def __init__(self, settings: TrainConfig, num_drafts: int, run: RunDirectory) -> None:
+    def __init__(self, config: Config, num_drafts: int, run: RunDirectory) -> None:
         """num_drafts: tokens drafted a step, the whole block's."""
-        self.settings, self.num_drafts, self.run = settings, num_drafts, run
+        self.settings, self.trusts, self.run = config.train, config.target.trust_remote_code, run
+        self.num_drafts = num_drafts
         self._saved: queue.SimpleQueue[Saved] = queue.SimpleQueue()
         self._under_way: _Decoding | None = None
 
@@ -123,6 +124,7 @@ class Decodings:
             "limit": self.settings.decode_prompts,
             "draft_tokens": str(self.num_drafts),
             "device": self.settings.decode_device,
+            "trust_remote_code": self.trusts,
             "record": False,
             "as_json": True,
         }

@@ -51,7 +51,7 @@ class Saver:
         self.writes = setup.hosts.rank == 0
         self.writer: Replica | None = None
         self.schedule = SaveSchedule(settings.every_steps, settings.every_minutes)
-        self.decodings = Decodings(setup.config.train, setup.shape.block_size - 1, run)
+        self.decodings = Decodings(setup.config, setup.shape.block_size - 1, run)
         self.background = BackgroundSaver(
             run_dir,
             keep_last=settings.keep_last,
