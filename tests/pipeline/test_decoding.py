@@ -181,7 +181,10 @@ def test_the_process_ends_when_the_one_that_began_it_is_gone() -> None:
 def test_settings_that_can_not_be_are_refused(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"train\.decode_prompts 3 are held-out samples' openings, and data\.heldout"):
         config_of(world, "data.heldout=0")
-    with pytest.raises(InputError, match=r"train\.decode_device: a device is cpu or cuda:N, got 'gpu'"):
+    with pytest.raises(
+        InputError,
+        match=r"train\.decode_device: a device is cpu or cuda:N with a plain number, as in cuda:0, got 'gpu'",
+    ):
         config_of(world, "train.decode_device=gpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     settings = config_of(world, "train.decode_device=cuda:1").train
