@@ -37,7 +37,8 @@ Place = Annotated[str, AfterValidator(expanded)]
 LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
-_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")
+DEVICE_NAME = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")
+"""A device's name; torch takes others too, and keeps 8 bits of a number."""
 
 
 def _checked_devices(value: Any) -> Any:
@@ -53,7 +54,7 @@ def _checked_devices(value: Any) -> Any:
         if not names:
             raise ValueError(f"an inner list names the devices of one replica, got an empty one in {value}")
         for name in names:
-            if not (isinstance(name, str) and _DEVICE.fullmatch(name)):
+            if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
                 raise ValueError(f"a device is cpu or cuda:N with a plain number, as in cuda:0, got {name!r}")
             if name != "cpu" and names.count(name) > 1:
                 raise ValueError(f"a group takes a GPU once, got {name} more than once in {names}")

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from draftmill.checkpoint.card import CARD_FILE, record_evaluation
 from draftmill.checkpoint.source import FACTS_FILE, Source, read_published
+from draftmill.config import DEVICE_NAME
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.rope import Rotary
 from draftmill.drafter.shape import DrafterShape
@@ -158,15 +159,11 @@ def pick_device(name: str) -> torch.device:
     """The device of that name; "auto" is a GPU where there is one. Raises InputError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+    if name != "cuda" and not DEVICE_NAME.fullmatch(name):
         raise InputError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> str:

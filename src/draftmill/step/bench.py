@@ -20,7 +20,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from draftmill.config import DrafterConfig, Float8Choice, StepChoice
+from draftmill.config import DEVICE_NAME, DrafterConfig, Float8Choice, StepChoice
 from draftmill.drafter.float8 import check_float8
 from draftmill.drafter.shape import DrafterShape, shape_for, text_config
 from draftmill.errors import InputError
@@ -252,10 +252,9 @@ def pick_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if name == "auto":
         return torch.device("cuda:0" if count else "cpu")
-    kind, _, index = name.partition(":")
-    if name != "cpu" and not (kind == "cuda" and index.isdigit()):
+    if not DEVICE_NAME.fullmatch(name):
         raise InputError(f"--device must be auto, cpu or cuda:N, got {name!r}")
-    if kind == "cuda" and int(index) >= count:
+    if name != "cpu" and int(name.partition(":")[2]) >= count:
         here = f"cuda:0..{count - 1}" if count else "no CUDA device, only cpu"
         raise InputError(f"--device {name} is not on this host, which has {here}")
     return torch.device(name)
