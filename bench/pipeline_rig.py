@@ -1,8 +1,8 @@
 """The real pipeline on replicas that outlive it, for the benchmarks: one side alone, or any number of both.
 
 Not a benchmark itself. Threads, channels, loader, collective and supervision are those of a run; what is left out is
-the run directory, evaluations and checkpoints. A replica is built once, in a thread of its own, and used by the workers
-of every race after that.
+the run directory, checkpoints and, by default, evaluations. A replica is built once, in a thread of its own, and used
+by the workers of every race after that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import FIRST, DrafterWorker, Route, Step, TargetWorker, own_stream
+from draftmill.pipeline.workers import FIRST, DrafterWorker, Evaluate, Route, Step, TargetWorker, own_stream
 from draftmill.records import HostBatch
 from draftmill.target.features import TapsReplica
 from draftmill.train.assemble import LOOKAHEAD, build_replica, num_slots
@@ -58,6 +58,7 @@ class Measured:
     batches: int
     tokens: int
     shares: list[Share] = field(default_factory=list)
+    evaluations: int = 0
 
     @property
     def rate(self) -> float:
@@ -93,6 +94,8 @@ class Rig:
         # Where workers tell what they do, and who is told of every step: its number, how many there are, the results.
         self.beats: Callable[[str, str], Heartbeat] = Heartbeat
         self.on_step: Callable[[int, int, list[Any]], None] | None = None
+        # Steps between held-out evaluations; one more follows the last step. None for a race without.
+        self.evaluate_every: int | None = None
         placement = setup.placement
         self.targets = [
             Seat(group[-1], replica) for group, replica in zip(placement.targets, loaded.targets, strict=True)
@@ -187,8 +190,8 @@ class Rig:
             accumulate=1,
             draws=1,
             num_batches=plan.total(self.setup.config.train.epochs),
-            num_heldout=0,
-            evaluate_every=10**9,
+            num_heldout=0 if self.evaluate_every is None else self.setup.stream.num_heldout,
+            evaluate_every=self.evaluate_every or 10**9,
             max_steps=num_steps,
             locate=plan.locate,
         )
@@ -199,7 +202,7 @@ class Rig:
         return Loader(
             setup.store,
             setup.plan,
-            None,
+            setup.heldout_plan,
             stream.items(),
             context_slots=setup.step_shape.context_slots,
             anchor_slots=setup.step_shape.anchor_slots,
@@ -324,6 +327,9 @@ class _Race:
             for step in range(self.steps):
                 for results in team.submit(Step(step)):
                     mark.take(results)
+                if self.stream.evaluates_after(step):
+                    for results in team.submit(Evaluate(step)):
+                        mark.take(results)
             for results in team.drain():
                 mark.take(results)
         except BaseException:
@@ -376,7 +382,7 @@ class _Mark:
 
     def __init__(self, race: _Race) -> None:
         self.race = race
-        self.done = self.tokens = self.batches = 0
+        self.done = self.tokens = self.batches = self.evaluations = 0
         self.began = self.ended = 0.0
         self.before: list[tuple[float, float]] = []
         self.after: list[tuple[float, float]] = []
@@ -384,6 +390,9 @@ class _Mark:
     def take(self, results: list[Any]) -> None:
         for result in results:
             result.span.seconds()
+        if isinstance(results[0].ticket, Evaluate):
+            self.evaluations += self.race.warm_steps <= self.done < self.race.measured_steps
+            return
         self.step(sum(result.num_tokens for result in results), len(results))
         if self.race.rig.on_step is not None:
             self.race.rig.on_step(self.done, self.race.steps, results)
@@ -409,7 +418,7 @@ class _Mark:
             Share(beat.name, beat.device, (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds)
             for beat, before, after in zip(self.race.beats, self.before, self.after, strict=True)
         ]
-        return Measured(seconds, self.batches, self.tokens, shares)
+        return Measured(seconds, self.batches, self.tokens, shares, self.evaluations)
 
 
 class _Feeder(Worker):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftmill.config import TrainConfig
 from draftmill.records import Blocks
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,17 @@ def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) ->
     assert list(gil) == ["size", "ratio_bar", "eager", "part_s"], "nothing is captured on a CPU"
     assert [len(gil["eager"]["workers"][layout]) for layout in ("1+1", "5+3")] == [2, 8]
     assert not list(tmp_path.glob("draftmill-*")), "the store is removed"
+
+
+def test_the_share_of_held_out_evaluations_at_the_default_interval(tmp_path: Path) -> None:
+    options = ["--heldout", "16", "--every", "4", "--evaluations", "2", "--rounds", "1", "--samples", "500"]
+    got = run("heldout.py", "--tiny", "--folder", str(tmp_path), *options)
+    assert got["interval_steps"] == TrainConfig().evaluate_every
+    assert (got["heldout_samples"], got["evaluations_by_round"]) == (16, {"without": [0], "with": [2]})
+    assert 1 <= got["heldout_batches"] <= 16
+    assert got["share"] == pytest.approx(got["evaluation_s"] / (got["interval_steps"] * got["step_s"]))
+    assert got["evaluation_in_steps"] == pytest.approx(got["share"] * got["interval_steps"])
+    assert not list(tmp_path.iterdir()), "the store is removed"
 
 
 def test_eight_gpus_scaled_down(tmp_path: Path) -> None:
