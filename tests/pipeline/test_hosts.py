@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from draftmill.errors import InputError
+from draftmill.pipeline import meeting
 from draftmill.pipeline.channel import ChannelClosed
 from draftmill.pipeline.collective import Collective, Gate, Hosts, name_of_start
 from draftmill.pipeline.meeting import Meeting
@@ -373,6 +375,20 @@ def test_a_host_that_trains_hears_of_anothers_end_once_and_not_of_its_own() -> N
         time.sleep(1.2)
     assert [str(one) for one in heard[0]] == ["host 1 has ended its run: worker drafter-2 on cuda:6 failed"]
     assert heard[1] == []
+
+
+def test_a_store_that_has_gone_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(meeting, "LAST_WORD_S", 0.2)
+    served = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", served.port, 2, is_master=False, timeout=timedelta(seconds=60))
+    one = Meeting(Hosts(1, 2), client, lookahead=2)
+    del served
+    started = time.monotonic()
+    one.end("made up")
+    assert time.monotonic() - started < SOON_S
+    assert "the other hosts could not be told that this one has ended" in caplog.text
 
 
 def test_one_host_alone_tells_nobody() -> None:

@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from draftmill.errors import InputError
 from draftmill.pipeline.collective import LOOK_EVERY_S, TELL_AFTER_S, Hosts
-from draftmill.pipeline.supervision import HostEnded
+from draftmill.pipeline.supervision import HostEnded, within
 
 TIMEOUT_S = 60 * 60.0
 """How long a host waits for another to come to the same point."""
 WATCH_EVERY_S = 1.0
 """How often a host that trains looks whether another's run has ended."""
+LAST_WORD_S = 5.0
+"""Seconds that a host whose run ends has for telling the others."""
 _STOP, _ENDED = "stop", "ended"
 T = TypeVar("T")
 Tell = Callable[[str], None]
@@ -64,10 +66,13 @@ class Meeting:
         """Tell the others, wherever they are, that this host's run ends early. The first such word of all holds."""
         if self._store is None:
             return
-        word = json.dumps({"rank": self.hosts.rank, "why": why, "stopped": stopped})
-        try:  # by a client of its own: this may be another thread than the one that waits
-            self._store.clone().compare_set(_ENDED, "", word)  # type: ignore[attr-defined]
-        except RuntimeError as error:  # its host may have gone first
+        store, word = self._store, json.dumps({"rank": self.hosts.rank, "why": why, "stopped": stopped})
+
+        def tell() -> None:  # by a client of its own: this may be another thread than the one that waits
+            store.clone().compare_set(_ENDED, "", word)  # type: ignore[attr-defined]
+
+        # The store may have gone with its host, and a new client then tries for minutes.
+        if (error := within(LAST_WORD_S, tell, "telling the other hosts")) is not None:
             warn(f"the other hosts could not be told that this one has ended: {error}")
 
     @contextmanager
