@@ -101,7 +101,7 @@ def test_the_metrics_tell_the_acceptance_length_of_each_bucket_and_of_all(replic
         metrics=records.append, phase=lambda _phase: None, log=SimpleNamespace(info=lambda _line: None)
     )
     nothing: Any = None
-    reporter = Reporter(nothing, run, lambda _record: None, nothing, None)
+    reporter = Reporter(nothing, run, lambda _record: None, nothing)
     reporter.take([[Result("drafter-0", Evaluate(6), values, nothing)]])
     # Buckets: 1 + 4/4 + 2/3 + 2/3 * 1/2 and 1 + 1/2 + 1/2, and none in the third; all: 5/6, 3/4 and 1/2 at each slot.
     joint = [5 / 6, 5 / 6 * 3 / 4, 5 / 6 * 3 / 4 / 2]
@@ -109,4 +109,5 @@ def test_the_metrics_tell_the_acceptance_length_of_each_bucket_and_of_all(replic
     assert (record["step"], record["accept_length_by_bucket"][2]) == (7, None)
     assert record["accept_length_by_bucket"][:2] == pytest.approx([3.0, 2.0])
     assert record["accept_by_slot"] == pytest.approx(joint)
-    assert record["accept_length"] == reporter.accept_length == pytest.approx(1 + sum(joint))
+    assert record["accept_length"] == reporter.heldout_after(6).accept_length == pytest.approx(1 + sum(joint))
+    assert reporter.heldout_after(7).accept_length is None, "those are other weights"
