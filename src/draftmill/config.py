@@ -38,7 +38,12 @@ LossTerm = Literal["cross_entropy", "kl", "total_variation"]
 
 
 DEVICE_NAME = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")
-"""A device's name; torch takes others too, and keeps 8 bits of a number."""
+"""A device's name."""
+
+
+def cuda_index(name: str) -> int | None:
+    """The number in a CUDA device's name, 0 for plain "cuda"; None for the CPU. torch would keep 8 bits of it."""
+    return None if name == "cpu" else int(name.partition(":")[2] or 0)
 
 
 def _checked_devices(value: Any) -> Any:

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from draftmill.checkpoint import checkpoints
+from draftmill.checkpoint.background import Saved
 from draftmill.errors import InputError
 from draftmill.evaluate.command import Request, run
 from draftmill.monitor.phases import Phase
@@ -127,7 +129,7 @@ def test_a_program_that_can_not_be_started_is_told(
 def test_one_at_a_time_and_the_end_does_not_wait_for_long(
     world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two checkpoints the first keeps the process busy for ever."""
+    """Two checkpoints are there before anybody looks, and the process is busy for ever."""
     acting(monkeypatch, "time.sleep(10000)")
     monkeypatch.setattr(decoding, "WAIT_S", 1.0)
     saved = decoding.Decodings.saved
@@ -139,12 +141,54 @@ def test_one_at_a_time_and_the_end_does_not_wait_for_long(
     monkeypatch.setattr(decoding.Decodings, "saved", twice)
     train(config_of(world, f"run.dir={tmp_path}", "checkpoint.every_steps=1000"), console=False)
     log = log_of(tmp_path)
-    assert "no decoding with step-6: that with step-6 is still under way; by hand: draftmill evaluate" in log
+    assert "no decoding with step-6: a newer one is there" in log
     assert "waiting for the decoding with step-6, 1 s at most" in log
     assert "the decoding with step-6 is ended with the run; by hand: draftmill evaluate" in log
     (pid,) = {line.rpartition(" ")[2] for line in log.splitlines() if "in process" in line}
     assert not Path(f"/proc/{pid}").exists()
     assert read_status(tmp_path).phase is Phase.FINISHED
+
+
+class Told:
+    """The part of a run directory that decodings use."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.wish = "no"
+        self.log = SimpleNamespace(info=self.lines.append)
+        self.warn = self.lines.append
+
+    def stop_requested(self) -> str:
+        return self.wish
+
+
+def decodings(world: dict[str, Any], told: Told) -> decoding.Decodings:
+    run: Any = told
+    return decoding.Decodings(config_of(world), 3, run)
+
+
+def test_while_one_is_under_way_no_other_is_begun(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    acting(monkeypatch, "time.sleep(10000)")
+    told = Told()
+    some = decodings(world, told)
+    for step in (3, 6):
+        some.saved(Saved(Path(f"step-{step}"), step, 0.0, []))
+        assert some.take() == []
+    assert "no decoding with step-6: that with step-3 is still under way; by hand: draftmill evaluate" in told.lines[-1]
+    some.abandon()
+
+
+def test_what_has_ended_before_a_stop_counts(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    acting(monkeypatch, """print(json.dumps({"overall": [{"tau_response_mean": 1.5}], "answers": 3}))""")
+    told = Told()
+    some = decodings(world, told)
+    some.saved(Saved(Path("step-3"), 3, 0.0, []))
+    assert some.take() == []
+    assert some._under_way is not None
+    some._under_way.process.wait(ENDED_WITHIN_S)
+    told.wish = "graceful"
+    assert some.finish() == [{"step": 3, "decoded_tau": 1.5, "decoded_answers": 3}]
+    assert "is ended with the run" not in "".join(told.lines)
 
 
 def test_a_stop_waits_for_none(world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

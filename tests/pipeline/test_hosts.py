@@ -348,6 +348,7 @@ def test_a_host_that_fails_ends_the_others_wait_for_it() -> None:
 
 
 def test_a_wish_to_stop_ends_a_wait_on_all_hosts() -> None:
+    """Also on the host that comes to the same point when the first has left it, and finds its word there."""
     first, second = two_meetings()
     wish = ["no"]
     errors, thread = raised_by(lambda: first.exchange("loading targets", "no", wish=lambda: wish[0]))
@@ -356,11 +357,29 @@ def test_a_wish_to_stop_ends_a_wait_on_all_hosts() -> None:
     wish[0] = "graceful"
     thread.join(SOON_S)
     with pytest.raises(HostEnded) as later:
-        second.exchange("choosing devices", None)  # which the first host never comes to
+        second.exchange("loading targets", "no")
     for error in (errors[0], later.value):
         assert isinstance(error, HostEnded)
         assert error.stopped
         assert "asked to stop while it waited for host 1 at: loading targets" in str(error)
+
+
+def test_what_becomes_of_a_host_when_all_have_come_to_the_end_is_nobodys_business() -> None:
+    store = dist.HashStore()
+    hosts = [Meeting(Hosts(rank, 3), store, lookahead=2, timeout_s=2 * SOON_S) for rank in range(3)]
+    errors, first = raised_by(hosts[0].leave)
+    _, second = raised_by(hosts[1].leave)
+    store.set("ending/2", "null")  # the third has come, and not yet left
+    second.join(SOON_S)
+    hosts[1].end("it has nothing to tell any more")
+    assert not store.check(["ended"])
+    store.set("ended", '{"rank": 1, "why": "made up", "stopped": false}')
+    time.sleep(0.3)
+    assert first.is_alive()
+    store.set("leaving/2", "null")
+    first.join(SOON_S)
+    assert not first.is_alive()
+    assert errors == []
 
 
 def test_a_host_that_trains_hears_of_anothers_end_once_and_not_of_its_own() -> None:

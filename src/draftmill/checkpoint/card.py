@@ -121,11 +121,11 @@ def record_evaluation(folder: Path, shape: DrafterShape, layout: str, evaluation
     """Keep an evaluation with a drafter: in evaluation.json of a checkpoint, or in the card of an exported folder.
 
     evaluation  {"rows": [{column: value}, ...], "best_draft_tokens": n or None}; the columns are the caller's words,
-                as "suite", "accept_length (mean over responses)", "speed-up", and the first names the prompts. May hold
-                "draft_tokens", the numbers compared, "worth_it", whether the best was faster than plain decoding, and
-                "about": target, device, dtype, sampling.
+                as "suite", "accept_length (mean over responses)", "speed-up", and the first names the prompts. A row
+                may hold "answers", their number; besides there may be "draft_tokens", the numbers compared, "worth_it",
+                whether the best was faster than plain decoding, and "about": target, device, dtype, sampling.
     Rows of earlier evaluations are kept under "earlier", a list of evaluations, newest first, unless this one has a row
-    for the same prompts, target and sampling.
+    that measures the same.
     Raises OSError.
     """
     if layout == "draftmill":
@@ -164,12 +164,14 @@ def _compares(evaluation: dict[str, Any]) -> bool:
 
 
 def _measures(evaluation: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
-    """What a row is a measurement of: its prompts, the target, and the sampling as far as it is of effect."""
+    """What a row is a measurement of: its prompts, by name and number of answers, the target and what it computed on,
+    and the sampling as far as it is of effect."""
     about = evaluation.get("about") or {}
     sampling = about.get("sampling") or {}
     of_effect = ("temperature", "top_p", "top_k", "max_new_tokens") if sampling.get("temperature") else _GREEDY
     label = next(iter(row.values()), None)
-    return tuple(map(str, (label, about.get("target"), *(sampling.get(key) for key in of_effect))))
+    where = (about.get("target"), about.get("dtype"), about.get("device"))
+    return tuple(map(str, (label, row.get("answers"), *where, *(sampling.get(key) for key in of_effect))))
 
 
 def _front_matter(target: str | None) -> str:

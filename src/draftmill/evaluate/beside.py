@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +23,7 @@ NICENESS = 10
 
 def main(request: str) -> int:
     """Evaluate; returns the exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a terminal's is for the run, which then ends this one
     threading.Thread(target=_end_with_the_run, name="run-watch", daemon=True).start()
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # not on every system

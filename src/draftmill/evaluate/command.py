@@ -18,7 +18,7 @@ from rich.console import Console
 
 from draftmill.checkpoint.card import CARD_FILE, record_evaluation
 from draftmill.checkpoint.source import FACTS_FILE, Source, read_published
-from draftmill.config import DEVICE_NAME
+from draftmill.config import DEVICE_NAME, cuda_index
 from draftmill.drafter.network import Drafter
 from draftmill.drafter.rope import Rotary
 from draftmill.drafter.shape import DrafterShape
@@ -161,7 +161,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name != "cuda" and not DEVICE_NAME.fullmatch(name):
         raise InputError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+    index = cuda_index(name)
+    if index is not None and index >= torch.cuda.device_count():
         raise InputError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device(name)
 

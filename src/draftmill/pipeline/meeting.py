@@ -1,4 +1,5 @@
-"""What hosts tell one another, apart from the drafters' sums: who is ready, what the first host decided, when to stop.
+"""What hosts tell one another, apart from the drafters' sums: who is ready, what the first host decided, when to stop,
+whose run has ended.
 
 Owns the main threads' side of the shared store. One host alone talks to nobody. Never part of a collective, so that a
 host that loads or saves for long keeps no group waiting.
@@ -39,7 +40,7 @@ def warn(line: str) -> None:
 
 
 class Meeting:
-    """One host's end of it. Used by the main thread only."""
+    """One host's end of it. Used by the main thread, but for `end`, which any may call."""
 
     def __init__(self, hosts: Hosts, store: dist.Store | None, *, lookahead: int, timeout_s: float = TIMEOUT_S) -> None:
         """lookahead: tickets that a main thread may be ahead of its drafters."""
@@ -48,6 +49,7 @@ class Meeting:
         self.hosts, self.lookahead, self.timeout_s = hosts, lookahead, timeout_s
         self._store: dist.Store | None = None if store is None else store.clone()  # type: ignore[attr-defined]
         self._stop: tuple[int, str] | None = None
+        self._left = False
 
     def exchange(self, what: str, value: Any, tell: Tell = warn, wish: Wish = lambda: "no") -> list[Any]:
         """Give every host a JSON value, and wait for theirs; returns all of them, by rank.
@@ -57,14 +59,23 @@ class Meeting:
         Raises HostEnded where a host ends or is asked to stop meanwhile; RuntimeError, naming host and point, where one
         does not come in time.
         """
+        found = self._gather(what, value, tell, wish)
+        if self._store is not None and (ended := self._ended(self._store)) is not None:
+            raise ended  # of a host that had come here before
+        return found
+
+    def _gather(self, what: str, value: Any, tell: Tell, wish: Wish = lambda: "no") -> list[Any]:
         if self._store is None:
             return [value]
         self._store.set(f"{what}/{self.hosts.rank}", json.dumps(value))
         return [json.loads(self._wait(what, rank, tell, wish)) for rank in range(self.hosts.count)]
 
     def end(self, why: str, *, stopped: bool = False) -> None:
-        """Tell the others, wherever they are, that this host's run ends early. The first such word of all holds."""
-        if self._store is None:
+        """Tell the others, wherever they are, that this host's run ends early. The first such word of all holds.
+
+        Nothing to tell where all of them have left together.
+        """
+        if self._store is None or self._left:
             return
         store, word = self._store, json.dumps({"rank": self.hosts.rank, "why": why, "stopped": stopped})
 
@@ -104,16 +115,18 @@ class Meeting:
     def leave(self, tell: Tell = warn) -> None:
         """The last word, once all drafters are done. The first host, which may serve the store, waits for the others'.
 
-        Raises RuntimeError, as `exchange` does.
+        Raises HostEnded, or RuntimeError, as `exchange` does, as long as not all have come to it; after that, what
+        becomes of another host is no longer this one's business.
         """
-        self.exchange("ending", None, tell)  # nobody leaves the group while another's drafters need it
+        self._gather("ending", None, tell)  # nobody leaves the group while another's drafters need it
+        self._left = True
         if self._store is None:
             return
         if self.hosts.rank:
             self._store.set(f"leaving/{self.hosts.rank}", "null")
             return
         for rank in range(1, self.hosts.count):
-            self._wait("leaving", rank, tell, lambda: "no")
+            self._wait("leaving", rank, tell, lambda: "no", heeds=False)
 
     def compare(self, facts: dict[str, Any]) -> None:
         """Refuse hosts that are not set up alike. Raises InputError that names every fact in which one differs."""
@@ -173,11 +186,12 @@ class Meeting:
             return None
         return HostEnded(f"host {word['rank']} has ended its run: {word['why']}", stopped=word["stopped"])
 
-    def _wait(self, what: str, rank: int, tell: Tell, wish: Wish) -> bytes:
+    def _wait(self, what: str, rank: int, tell: Tell, wish: Wish, heeds: bool = True) -> bytes:
+        """heeds: whether the end of another host's run ends the wait."""
         assert self._store is not None
         key, pause, started, told = f"{what}/{rank}", threading.Event(), time.monotonic(), False
         while not self._store.check([key]):
-            if (ended := self._ended(self._store)) is not None:
+            if heeds and (ended := self._ended(self._store)) is not None:
                 raise ended
             if wish() != "no":
                 why = f"it was asked to stop while it waited for host {rank} at: {what}"

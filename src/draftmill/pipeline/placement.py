@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftmill.config import Devices
+from draftmill.config import Devices, cuda_index
 from draftmill.errors import InputError
 
 
@@ -93,9 +93,8 @@ def _choose(num_gpus: int) -> tuple[Devices, Devices]:
 
 
 def _device(name: str, field: str) -> torch.device:
-    kind, _, index = name.partition(":")
-    available = torch.cuda.device_count()
-    if kind == "cuda" and int(index) >= available:  # torch keeps 8 bits of an index
+    index, available = cuda_index(name), torch.cuda.device_count()
+    if index is not None and index >= available:
         here = f"cuda:0..{available - 1}" if available else "no CUDA device, only cpu"
         raise InputError(f"{field}: {name} is not on this host, which has {here}")
     return torch.device(name)

@@ -20,7 +20,7 @@ from typing import Any, cast, get_args
 
 import torch
 
-from draftmill.config import DEVICE_NAME, DrafterConfig, Float8Choice, StepChoice
+from draftmill.config import DEVICE_NAME, DrafterConfig, Float8Choice, StepChoice, cuda_index
 from draftmill.drafter.float8 import check_float8
 from draftmill.drafter.shape import DrafterShape, shape_for, text_config
 from draftmill.errors import InputError
@@ -254,7 +254,8 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda:0" if count else "cpu")
     if not DEVICE_NAME.fullmatch(name):
         raise InputError(f"--device must be auto, cpu or cuda:N, got {name!r}")
-    if name != "cpu" and int(name.partition(":")[2]) >= count:
+    index = cuda_index(name)
+    if index is not None and index >= count:
         here = f"cuda:0..{count - 1}" if count else "no CUDA device, only cpu"
         raise InputError(f"--device {name} is not on this host, which has {here}")
     return torch.device(name)

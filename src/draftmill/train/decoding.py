@@ -9,6 +9,7 @@ nothing that goes wrong with it ends the run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import shlex
@@ -23,13 +24,15 @@ from typing import IO, Any
 import torch
 
 from draftmill.checkpoint.background import Saved
-from draftmill.config import Config, TrainConfig
+from draftmill.config import Config, TrainConfig, cuda_index
 from draftmill.errors import InputError
 from draftmill.monitor.run import RunDirectory
 
 WAIT_S = 60.0
 """Seconds that the run's end waits for a decoding under way."""
 LOOK_EVERY_S = 0.5
+KILL_S = 5.0
+"""Seconds that a process which was killed has for ending."""
 MAX_NEW_TOKENS = 256
 """Tokens of an answer at most; as many as `draftmill evaluate` decodes by default."""
 PROGRAM = (sys.executable, "-m", "draftmill.evaluate.beside")
@@ -37,14 +40,14 @@ PROGRAM = (sys.executable, "-m", "draftmill.evaluate.beside")
 
 def check_decoding(settings: TrainConfig, devices: Iterable[torch.device]) -> None:
     """Raise InputError where the device for decoding is not there, or is one of those that the run uses."""
-    device = torch.device(settings.decode_device)
-    if settings.decode_prompts == 0 or device.type == "cpu":
+    name, index = settings.decode_device, cuda_index(settings.decode_device)
+    if settings.decode_prompts == 0 or index is None:
         return
-    if (count := torch.cuda.device_count()) <= (device.index or 0):
-        raise InputError(f"train.decode_device is {device}; this machine has {count} CUDA devices")
-    if device in set(devices):
+    if (count := torch.cuda.device_count()) <= index:
+        raise InputError(f"train.decode_device is {name}; this machine has {count} CUDA devices")
+    if torch.device(name) in set(devices):
         raise InputError(
-            f"train.decode_device {device} is one that the run uses, whose memory a whole target beside it may take "
+            f"train.decode_device {name} is one that the run uses, whose memory a whole target beside it may take "
             "away; give cpu, or a GPU that target.devices and drafter.devices leave free"
         )
 
@@ -76,16 +79,21 @@ class Decodings:
 
     def take(self) -> list[dict[str, Any]]:
         """Records of decodings that have ended, for metrics.jsonl; begins that of a checkpoint that was saved."""
-        records = self._ended()
+        records, saved = self._ended(), []
         while not self._saved.empty():
-            self._begin(self._saved.get())
+            saved.append(self._saved.get())
+        for checkpoint in saved[:-1]:
+            self.run.log.info(f"no decoding with {checkpoint.folder.name}: a newer one is there")
+        if saved:
+            self._begin(saved[-1])
         return records
 
     def finish(self) -> list[dict[str, Any]]:
         """As `take`, and waits a minute for the decoding under way, or not at all where the run is asked to stop."""
         if self.run.stop_requested() != "no":
+            records = self._ended()
             self.abandon()
-            return []
+            return records
         records, deadline = self.take(), time.monotonic() + WAIT_S
         if self._under_way is not None:
             name = self._under_way.checkpoint.folder.name
@@ -104,7 +112,8 @@ class Decodings:
         if self._under_way is None:
             return
         self._under_way.process.kill()
-        self._under_way.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a device or a disk is left behind
+            self._under_way.process.wait(KILL_S)
         checkpoint, _, _ = self._close(self._under_way)
         self.run.log.info(
             f"the decoding with {checkpoint.folder.name} is ended with the run; {self._by_hand(checkpoint)}"

@@ -61,14 +61,13 @@ def train(
         raise InputError(f"{hosts.count} hosts need one run directory that all of them see; set run.dir")
     config = with_directory(config)
     run_dir = Path(str(config.run.dir))
-    setup = set_up(devices_as_before(config, run_dir), hosts)
-    check_costs(setup)
-    check_memory(setup, held_by_others(_gpu_uuids(setup)))
     store = hosts_store(hosts, warn)
     meeting = Meeting(hosts, store, lookahead=LOOKAHEAD)
     try:
-        meeting.compare(facts_to_share(setup))
-        start = find_start(setup, run_dir, resume, meeting)
+        setup = set_up(devices_as_before(config, run_dir), hosts)
+        check_costs(setup)
+        check_memory(setup, held_by_others(_gpu_uuids(setup)))
+        start = _met(setup, run_dir, resume, meeting)
         if start.finished is not None:
             warn(start.finished)
             meeting.leave()
@@ -77,13 +76,28 @@ def train(
             begun(run.path)
             try:
                 run.finish(_train(setup, run, run_dir, start, store, meeting, observe))
-            except (WorkerFailed, NotFinite, Stalled, HostEnded) as failure:
+            except HostEnded as ended:
+                if not ended.stopped:
+                    _record(run, ended)
+                    raise
+                run.log.info(str(ended))
+                run.finish(Phase.STOPPED)
+            except (WorkerFailed, NotFinite, Stalled) as failure:
                 _record(run, failure)
                 raise
     except BaseException as error:
-        meeting.end(str(error) or type(error).__name__)
+        meeting.end(str(error) or type(error).__name__, stopped=isinstance(error, KeyboardInterrupt))
         raise
     return run_dir
+
+
+def _met(setup: Setup, run_dir: Path, resume: bool, meeting: Meeting) -> Start:
+    """Where the run begins, once the hosts have compared their set-ups. Raises InputError, on all of them."""
+    try:
+        meeting.compare(facts_to_share(setup))
+        return find_start(setup, run_dir, resume, meeting)
+    except HostEnded as ended:  # no run has begun that could record it
+        raise InputError(str(ended)) from ended
 
 
 def ended_by(failure: BaseException | None) -> int:
@@ -154,11 +168,6 @@ def _train(
         wishes = meeting.exchange("loading targets", wish(), run.log.info, wish)
     except InputError as error:
         raise Unusable(str(error)) from error
-    except HostEnded as ended:
-        if not ended.stopped:
-            raise
-        run.log.info(str(ended))
-        return Phase.STOPPED
     if any(wish != "no" for wish in wishes):
         meeting.leave(run.log.info)
         return Phase.STOPPED  # nothing was trained yet, so there is nothing to save
