@@ -53,8 +53,8 @@ def train(
     directory once it is taken; from there on whatever goes wrong is recorded in it.
     Raises InputError for what the user can change, before anything is written, or Unusable where it shows later, before
     anything is trained; WorkerFailed, naming worker and device, for a worker's failure; NotFinite for a loss that is
-    not; HostEnded where another host's run has ended; Stalled when nothing moves any more. Should this thread itself hang in a device that never answers, the process
-    ends with the exit code of `ended_by`.
+    not; HostEnded where another host's run has ended; Stalled when nothing moves any more. Should this thread itself
+    hang in a device that never answers, the process ends with the exit code of `ended_by`.
     """
     hosts = Hosts.from_environment()
     if hosts.count > 1 and config.run.dir is None:
