@@ -484,7 +484,8 @@ def _explain(error: ValidationError) -> str:
             got = item.get("input")
             shown = "" if isinstance(got, dict) else f", got {got!r}"
             message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{place}: {message}" + ("" if "got" in message else shown))
+            where = f"{place}: " if place else ""  # what several sections together say has no place
+            parts.append(f"{where}{message}" + ("" if "got" in message else shown))
     return "; ".join(dict.fromkeys(parts))
 
 
