@@ -223,7 +223,7 @@ def test_the_process_ends_when_the_one_that_began_it_is_gone() -> None:
 
 
 def test_settings_that_can_not_be_are_refused(world: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^the configuration: train\.decode_prompts 3 are held-out samples' openings, and data"):
+    with pytest.raises(InputError, match=r"^the configuration: train\.decode_prompts 3 are held-out samples' openings"):
         config_of(world, "data.heldout=0")
     with pytest.raises(
         InputError,
