@@ -210,7 +210,7 @@ def test_hosts_exchange_and_wait_for_one_another(store: dist.Store) -> None:
 
 
 def test_a_host_that_does_not_come_is_named_and_told_about(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftmill.pipeline.meeting.TELL_AFTER_S", 0.05)
+    monkeypatch.setattr("draftmill.pipeline.collective.TELL_AFTER_S", 0.05)
     told: list[str] = []
     meeting = hosts_of(store, 2, timeout_s=0.3)[0]
     with pytest.raises(RuntimeError, match=r"host 0 waited 0.005 minutes for host 1 of 2 at: loading targets"):

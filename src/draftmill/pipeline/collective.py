@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ TIMEOUT_S = 20 * 60.0
 """How long a drafter waits for the others: for all of them to be built, and in a collective."""
 LEAVE_S = 20.0
 """How long a drafter that is done waits for its group to let go."""
+HOSTS_S = 60 * 60.0
+"""How long a host waits for another to come to the same point."""
 _VERDICT, _ENTER, _LEAVE = "verdict", "enter", "leave"
+T = TypeVar("T")
 TELL_AFTER_S = 10.0
 """A wait for other hosts that lasts longer is told once."""
 LOOK_EVERY_S = 0.1
@@ -57,7 +60,7 @@ class Hosts:
 
 
 def hosts_store(
-    hosts: Hosts, tell: Callable[[str], None] = lambda line: None, timeout_s: float = 60 * 60.0
+    hosts: Hosts, tell: Callable[[str], None] = lambda line: None, timeout_s: float = HOSTS_S
 ) -> dist.Store | None:
     """The store over which hosts and their drafters find one another: torchrun's; None for one host alone.
 
@@ -89,38 +92,53 @@ def name_of_start(store: dist.Store, hosts: Hosts, tell: Callable[[str], None], 
     Raises RuntimeError where not all hosts come in time.
     """
     me, others = uuid.uuid4().hex, range(1, hosts.count)
-    pause, started, told = threading.Event(), time.monotonic(), False
     roll: list[str] = []
     name = ""
+
+    def call() -> str | None:
+        nonlocal roll, name
+        if store.check([f"here/{rank}" for rank in others]):
+            found = [me, *(store.get(f"here/{rank}").decode() for rank in others)]
+            if found != roll:
+                roll, name = found, uuid.uuid4().hex
+                store.set("roll", json.dumps({"name": name, "processes": roll}))
+            elif store.check([f"{name}/{rank}" for rank in others]):
+                store.set(f"{name}/holds", "")
+                return name
+        return None
+
+    def answer() -> str | None:
+        nonlocal name
+        if store.check(["roll"]):
+            called = json.loads(store.get("roll"))
+            if me in called["processes"] and called["name"] != name:
+                name = called["name"]
+                store.set(f"{name}/{hosts.rank}", "")
+        return name if name and store.check([f"{name}/holds"]) else None
+
     if hosts.rank:
         store.set(f"here/{hosts.rank}", me)
-    while True:
-        if hosts.rank == 0:
-            if store.check([f"here/{rank}" for rank in others]):
-                found = [me, *(store.get(f"here/{rank}").decode() for rank in others)]
-                if found != roll:
-                    roll, name = found, uuid.uuid4().hex
-                    store.set("roll", json.dumps({"name": name, "processes": roll}))
-                elif store.check([f"{name}/{rank}" for rank in others]):
-                    store.set(f"{name}/holds", "")
-                    return name
-        else:
-            if store.check(["roll"]):
-                called = json.loads(store.get("roll"))
-                if me in called["processes"] and called["name"] != name:
-                    name = called["name"]
-                    store.set(f"{name}/{hosts.rank}", "")
-            if name and store.check([f"{name}/holds"]):
-                return str(name)
+    whom = f"for all {hosts.count} hosts to start the run"
+    return wait_for(answer if hosts.rank else call, whom, tell, timeout_s, f"host {hosts.rank} waited {{}} {whom}")
+
+
+def wait_for(look: Callable[[], T | None], whom: str, tell: Callable[[str], None], timeout_s: float, late: str) -> T:
+    """Look again and again until there is something; returns it.
+
+    whom: "for ...", told once where it takes long. late: the error's message, {} the time that was waited.
+    Raises RuntimeError after timeout_s.
+    """
+    limit = f"{timeout_s / 60:.3g} minutes"
+    pause, started, told = threading.Event(), time.monotonic(), False
+    while (found := look()) is None:
         waited_s = time.monotonic() - started
         if waited_s > timeout_s:
-            raise RuntimeError(
-                f"host {hosts.rank} waited {timeout_s / 60:.3g} minutes for all {hosts.count} hosts to start the run"
-            )
+            raise RuntimeError(late.format(limit))
         if not told and waited_s > TELL_AFTER_S:
             told = True
-            tell(f"waiting for all {hosts.count} hosts to start the run; {timeout_s / 60:.3g} minutes at most")
+            tell(f"waiting {whom}; {limit} at most")
         pause.wait(LOOK_EVERY_S)
+    return found
 
 
 class Gate:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,11 +17,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from draftmill.errors import InputError
-from draftmill.pipeline.collective import LOOK_EVERY_S, TELL_AFTER_S, Hosts
+from draftmill.pipeline.collective import HOSTS_S, Hosts, wait_for
 from draftmill.pipeline.supervision import HostEnded, within
 
-TIMEOUT_S = 60 * 60.0
-"""How long a host waits for another to come to the same point."""
 WATCH_EVERY_S = 1.0
 """How often a host that trains looks whether another's run has ended."""
 LAST_WORD_S = 5.0
@@ -42,7 +39,7 @@ def warn(line: str) -> None:
 class Meeting:
     """One host's end of it. Used by the main thread, but for `end`, which any may call."""
 
-    def __init__(self, hosts: Hosts, store: dist.Store | None, *, lookahead: int, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, hosts: Hosts, store: dist.Store | None, *, lookahead: int, timeout_s: float = HOSTS_S) -> None:
         """lookahead: tickets that a main thread may be ahead of its drafters."""
         if hosts.count > 1 and store is None:
             raise RuntimeError(f"{hosts.count} hosts need a store to talk over")
@@ -189,22 +186,21 @@ class Meeting:
     def _wait(self, what: str, rank: int, tell: Tell, wish: Wish, heeds: bool = True) -> bytes:
         """heeds: whether the end of another host's run ends the wait."""
         assert self._store is not None
-        key, pause, started, told = f"{what}/{rank}", threading.Event(), time.monotonic(), False
-        while not self._store.check([key]):
-            if heeds and (ended := self._ended(self._store)) is not None:
+        store, key, whom = self._store, f"{what}/{rank}", f"for host {rank} at: {what}"
+
+        def look() -> bytes | None:
+            if store.check([key]):
+                return store.get(key)
+            if heeds and (ended := self._ended(store)) is not None:
                 raise ended
             if wish() != "no":
-                why = f"it was asked to stop while it waited for host {rank} at: {what}"
+                why = f"it was asked to stop while it waited {whom}"
                 self.end(why, stopped=True)
                 raise HostEnded(why, stopped=True)
-            waited_s = time.monotonic() - started
-            if waited_s > self.timeout_s:
-                raise RuntimeError(
-                    f"host {self.hosts.rank} waited {self.timeout_s / 60:.3g} minutes for host {rank} of "
-                    f"{self.hosts.count} at: {what}; host {rank}'s log says what it does"
-                )
-            if not told and waited_s > TELL_AFTER_S:
-                told = True
-                tell(f"waiting for host {rank} at: {what}; {self.timeout_s / 60:.3g} minutes at most")
-            pause.wait(LOOK_EVERY_S)
-        return self._store.get(key)
+            return None
+
+        late = (
+            f"host {self.hosts.rank} waited {{}} for host {rank} of {self.hosts.count} at: {what}; "
+            f"host {rank}'s log says what it does"
+        )
+        return wait_for(look, whom, tell, self.timeout_s, late)
