@@ -8,9 +8,9 @@ counts).
     share  one target and one drafter on two devices (one where there is one), against the target alone and the drafter
            alone: Ktok/s over the slower side's. To be at least 0.95.
     spread the same with a target and a drafter on each of the devices, which wastes less where one side is much slower
-           than the other.
+           than the other; in turns, as a run does it, and both at once.
     mixed  a target on each of the devices, and the only drafter on the last one, where the target has what the drafter
-           leaves: nothing is summed.
+           leaves: nothing is summed. In turns and at once likewise.
     peer   the same pipeline with a peer's step in place of ours, and a plain loop of a Hugging Face forward and the
            peer's step on each of the devices: Ktok/s of our one and one, and of the best of that, `spread` and `mixed`,
            over theirs. To be at least 1.4 with SpecForge's step, 1.2 with speculators' (--peers).
@@ -57,6 +57,8 @@ from pipeline_world import LAUNCH_BOUND, SIZES, Size, config_of, random_loaded, 
 from provenance import commit
 
 PARTS = ("share", "spread", "mixed", "peer", "gil")
+LONGER = 2
+"""Times the batches where both sides share a device: who is ahead of whom there changes slowly."""
 MIXED_SLOTS = 8
 """A target that shares its device keeps the batches behind its own waiting, and they have to lie somewhere."""
 GIL_TARGETS, GIL_DRAFTERS = 5, 3
@@ -168,16 +170,17 @@ def targets_on_all(options: argparse.Namespace, name: str, drafters: list[str], 
 
     ahead = len(drafters) * setup.config.pipeline.slots  # what may lie between both sides
 
-    def race() -> Measured:
-        return rig.race(options.batches, max(options.warm_up, ahead), after=ahead)
+    def race(in_turns: bool) -> Measured:
+        rig.in_turns = in_turns
+        return rig.race(LONGER * options.batches, LONGER * max(options.warm_up, ahead), after=ahead)
 
-    # Kernels that are used for the first time are loaded, for which a device's work stops: a round for those.
-    race()
-    rounds = interleaved({name: race}, options.rounds)[name]
+    # As a run does it, and as it did before.
+    ways = {name: lambda: race(True), f"{name}, at once": lambda: race(False)}
+    rounds = interleaved(ways, options.rounds)
     return {
-        "ktok_s": median_rate(rounds),
-        "rounds": [round(one.rate, 3) for one in rounds],
-        "workers": rounds[-1].to_dict()["workers"],
+        "ktok_s": median_rate(rounds[name]),
+        "rounds": {way: [round(one.rate, 3) for one in each] for way, each in rounds.items()},
+        "last": {way: each[-1].to_dict() for way, each in rounds.items()},
         "built": built,
         "peak_gib": peaks([torch.device(name) for name in devices]),
     }
@@ -271,7 +274,11 @@ def interleaved(everybody: dict[str, Callable[[], Measured]], rounds: int) -> di
     for _ in range(rounds):
         for name, run in everybody.items():
             found[name].append(run())
-            say(f"{name:8} {found[name][-1].rate:9.2f} Ktok/s in {found[name][-1].seconds:.2f} s")
+            last = found[name][-1]
+            say(
+                f"{name:8} {last.rate:9.2f} Ktok/s in {last.seconds:.2f} s, "
+                f"{last.memory_requests} requests for memory, ready {last.ready[0]} before and {last.ready[1]} after"
+            )
     return found
 
 

@@ -26,6 +26,7 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
+from draftmill.pipeline.turns import turns_on_shared
 from draftmill.pipeline.workers import FIRST, DrafterWorker, Evaluate, Route, Step, TargetWorker, own_stream
 from draftmill.records import HostBatch
 from draftmill.target.features import TapsReplica
@@ -52,13 +53,20 @@ class Share:
 
 @dataclass
 class Measured:
-    """One race: the batches after the warm-up, from the end of the last one before them to their own end."""
+    """One race: the batches after the warm-up, from the end of the last one before them to their own end.
+
+    memory_requests  how often the allocator asked the devices for memory meanwhile; each time may hold up a device
+    ready            batches that lay ready for drafters when it began, and when it ended: with many at the start and
+                     few at the end targets had a part of their work done before, and the rate is not one that lasts
+    """
 
     seconds: float
     batches: int
     tokens: int
     shares: list[Share] = field(default_factory=list)
     evaluations: int = 0
+    memory_requests: int = 0
+    ready: tuple[int, int] = (0, 0)
 
     @property
     def rate(self) -> float:
@@ -73,6 +81,8 @@ class Measured:
             "seconds": round(self.seconds, 3),
             "batches": self.batches,
             "tokens": self.tokens,
+            "memory_requests": self.memory_requests,
+            "ready": self.ready,
             "workers": shown,
         }
 
@@ -96,6 +106,8 @@ class Rig:
         self.on_step: Callable[[int, int, list[Any]], None] | None = None
         # Steps between held-out evaluations; one more follows the last step. None for a race without.
         self.evaluate_every: int | None = None
+        # Whether workers that share a GPU take turns on it, as a run's do.
+        self.in_turns = True
         placement = setup.placement
         self.targets = [
             Seat(group[-1], replica) for group, replica in zip(placement.targets, loaded.targets, strict=True)
@@ -264,6 +276,10 @@ class _Race:
         self.beats: list[Heartbeat] = []
         self.store = dist.HashStore() if num_drafters > 1 else None
         self.gate = Gate(num_drafters)
+        seats = [(seat.device,) for seat in rig.targets], [seat.device for seat in rig.drafters]
+        self.turns = turns_on_shared(*seats) if rig.in_turns else {}
+        for turns in self.turns.values():
+            self.supervisor.on_close(turns.close)
         self.supervisor.on_close(self.gate.close)
 
     def add_channel(self, number: int, device: torch.device) -> Channel:
@@ -277,7 +293,15 @@ class _Race:
         route = Route(self.channels, self.stream, 0)
         beat = self._beat(f"target-{index}", seat)
         return TargetWorker(
-            beat.name, seat.device, self.supervisor, beat, lambda: seat.replica, self.loader, route, None
+            beat.name,
+            seat.device,
+            self.supervisor,
+            beat,
+            lambda: seat.replica,
+            self.loader,
+            route,
+            None,
+            self.turns.get(seat.device),
         )
 
     def drafter(self, index: int, seat: Seat, summed: bool) -> DrafterWorker:
@@ -308,6 +332,7 @@ class _Race:
             channel,
             stream=self.stream,
             first_step=0,
+            turns=self.turns.get(seat.device),
         )
 
     def feeder(self) -> Worker:
@@ -384,6 +409,7 @@ class _Mark:
         self.race = race
         self.done = self.tokens = self.batches = self.evaluations = 0
         self.began = self.ended = 0.0
+        self.requests_before = self.requests_after = self.ready_before = self.ready_after = 0
         self.before: list[tuple[float, float]] = []
         self.after: list[tuple[float, float]] = []
 
@@ -402,9 +428,10 @@ class _Mark:
         now = time.perf_counter()
         if self.done == self.race.warm_steps:
             self.began = now
-            self.before = self.told()
+            self.before, self.requests_before, self.ready_before = self.told(), self.requests(), self.ready()
         elif self.race.warm_steps < self.done <= self.race.measured_steps:
             self.ended, self.after = now, self.told()
+            self.requests_after, self.ready_after = self.requests(), self.ready()
             self.tokens += tokens
             self.batches += batches
 
@@ -412,13 +439,25 @@ class _Mark:
         """Seconds of work and of waiting that each worker has told of; both times some lie a batch behind."""
         return [(beat.busy_s, beat.wait_s) for beat in self.race.beats]
 
+    def requests(self) -> int:
+        """Requests for memory to the devices so far."""
+        rig = self.race.rig
+        devices = {seat.device for seat in (*rig.targets, *rig.drafters) if seat.device.type == "cuda"}
+        return sum(torch.cuda.memory_stats(device)["num_device_alloc"] for device in devices)
+
+    def ready(self) -> int:
+        """Batches that lie ready for the drafters."""
+        return sum(channel.depth() for channel in self.race.channels.values())
+
     def measured(self) -> Measured:
         seconds = self.ended - self.began
         shares = [
             Share(beat.name, beat.device, (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds)
             for beat, before, after in zip(self.race.beats, self.before, self.after, strict=True)
         ]
-        return Measured(seconds, self.batches, self.tokens, shares, self.evaluations)
+        requests = self.requests_after - self.requests_before
+        ready = self.ready_before, self.ready_after
+        return Measured(seconds, self.batches, self.tokens, shares, self.evaluations, requests, ready)
 
 
 class _Feeder(Worker):

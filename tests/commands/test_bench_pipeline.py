@@ -48,9 +48,13 @@ def test_the_pipelines_share_and_the_price_of_one_interpreter(tmp_path: Path) ->
     assert both["ktok_s"] == pytest.approx(both["tokens"] / both["seconds"] / 1e3, rel=1e-2)
     assert [worker["name"] for worker in both["workers"]] == ["target-0", "drafter-0"]
     for layout in ("spread", "mixed"):
-        assert got[layout]["ktok_s"] == pytest.approx(got[layout]["rounds"][0], rel=1e-3)
-        workers = [worker["name"] for worker in got[layout]["workers"]]
-        assert workers == ["target-0", "drafter-0"], "there is one device here"
+        part = got[layout]
+        assert list(part["rounds"]) == list(part["last"]) == [layout, f"{layout}, at once"]
+        assert part["ktok_s"] == pytest.approx(part["rounds"][layout][0], rel=1e-3)
+        for last in part["last"].values():
+            assert last["batches"] == 8
+            assert len(last["ready"]) == 2
+            assert [worker["name"] for worker in last["workers"]] == ["target-0", "drafter-0"], "there is one device"
     gil = got["gil"]
     assert list(gil) == ["size", "ratio_bar", "eager", "part_s"], "nothing is captured on a CPU"
     assert [len(gil["eager"]["workers"][layout]) for layout in ("1+1", "5+3")] == [2, 8]

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,6 +28,7 @@ from draftmill.pipeline.features import FeatureCache, pack
 from draftmill.pipeline.spans import Clock, Span
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import Supervisor, Worker, WorkerFailed
+from draftmill.pipeline.turns import Turns, computing, cores
 from draftmill.records import BatchKind, HostBatch
 
 
@@ -207,9 +206,10 @@ FIRST = -1
 def own_stream(device: torch.device, priority: int = 0) -> Iterator[torch.cuda.Stream | None]:
     """Make a CUDA device current in this thread, with a stream of its own; nothing on a CPU.
 
-    A drafter's goes FIRST: where a target shares its device, that one has what the drafter leaves, while the drafter
-    waits for features, instead of both at half their speed with batches piling up between them. A graph keeps the
-    priority of the stream that it was captured on.
+    A drafter's goes FIRST: where a target shares its device without turns (turns.py), that one has what the drafter
+    leaves, while the drafter waits for features, instead of both at half their speed with batches piling up between
+    them. With turns it is the sum and the update that go first. A graph keeps the priority of the stream that it was
+    captured on.
     """
     if device.type != "cuda":
         yield None
@@ -234,17 +234,6 @@ def streams_on(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
-_CORES = threading.Lock()
-
-
-def cores(device: torch.device) -> AbstractContextManager[Any]:
-    """What a worker holds while it computes: on a CPU all cores are one device, and one worker has them at a time.
-
-    Two teams of OpenMP threads on the same cores would wait for one another at every barrier.
-    """
-    return _CORES if device.type == "cpu" else contextlib.nullcontext()
-
-
 def tell(beats: Beats, ended: dict[str, float], doing: str, step: int | None = None) -> None:
     """Say what begins, and what the time was spent on that has ended since."""
     wait_s = sum(seconds for kind, seconds in ended.items() if kind.startswith("waiting"))
@@ -264,10 +253,12 @@ class TargetWorker(Worker):
         batches: Batches,
         route: Route,
         cache: FeatureCache | None,
+        turns: Turns | None = None,
     ) -> None:
+        """turns: those of the device, where a drafter shares it."""
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build = device, beats, build
-        self.batches, self.route, self.cache = batches, route, cache
+        self.batches, self.route, self.cache, self.turns = batches, route, cache, turns
         self.drafter_wait_s = 0.0
 
     def work(self) -> None:
@@ -290,9 +281,9 @@ class TargetWorker(Worker):
                 slot = channel.reserve(number)
                 if slot.read is not None:
                     torch.cuda.current_stream().wait_event(slot.read)
-                clock.cut(WAITING_DRAFTER)
-                self._tell(clock, "forward", batch.sequence)
-                with cores(self.device):
+                with computing(self.device, self.turns, first=False):
+                    clock.cut(WAITING_DRAFTER)
+                    self._tell(clock, "forward", batch.sequence)
                     written = self._fill(replica, batch, slot)
                 clock.cut(WORK)
                 channel.fill(number, batch, written)
@@ -344,13 +335,14 @@ class DrafterWorker(Worker):
         *,
         stream: Stream,
         first_step: int,
+        turns: Turns | None = None,
     ) -> None:
         """build: makes the replica; join: waits for all drafters, told how many are there, and gives this one's end of
-        their group. Both run in this thread."""
+        their group. Both run in this thread. turns: those of the device, where a target shares it."""
         super().__init__(name, str(device), supervisor)
         self.device, self.beats, self.build, self.join_group = device, beats, build, join
         self.batches, self.channel = batches, channel
-        self.stream, self.first_step = stream, first_step
+        self.stream, self.first_step, self.turns = stream, first_step, turns
         # None ends the side that waits.
         self.tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
@@ -415,7 +407,8 @@ class DrafterWorker(Worker):
             replica.begin_evaluation()
             for _ in range(self.stream.heldout_per_drafter):
                 number, slot = self._take()
-                with cores(self.device):
+                with computing(self.device, self.turns, first=True):
+                    self._has_features()
                     replica.load(slot, 0)
                     self._release(number, slot)
                     replica.evaluate()
@@ -441,8 +434,11 @@ class DrafterWorker(Worker):
         for index in range(self.stream.accumulate):
             if fresh:
                 self.held.append(self._take())
+            else:
+                self._cut(WORK)
             number, slot = self.held[index] if draws > 1 else self.held.pop()
-            with cores(self.device):
+            with computing(self.device, self.turns, first=True):
+                self._has_features()
                 replica.load(slot, draw)
                 if last:  # what a step needs of the slot is in its own buffers
                     self._release(number, slot)
@@ -457,15 +453,18 @@ class DrafterWorker(Worker):
         self.number += 1
         if slot.written is not None:
             torch.cuda.current_stream().wait_event(slot.written)
-        self._cut(WAITING_FEATURES)
         batch = slot.batch
         assert batch is not None
         self.doing = f"{self.doing.partition(',')[0]}, {named(batch)}"
         if batch.kind is BatchKind.TRAIN:
             self.num_tokens += batch.num_tokens
             self.num_padded += batch.tokens_BS.numel()
-        tell(self.beats, self.clock.finished(), "working", self.step)
         return self.number - 1, slot
+
+    def _has_features(self) -> None:
+        """Features are there, and the device is this worker's: where a target shares it, both are waited for."""
+        self._cut(WAITING_FEATURES)
+        tell(self.beats, self.clock.finished(), "working", self.step)
 
     def _release(self, number: int, slot: Slot) -> None:
         """Free the slot, and the host buffers of batches whose copies are surely done."""

@@ -21,6 +21,7 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.features import FeatureCache
 from draftmill.pipeline.supervision import Failure, StallWatch, Supervisor
 from draftmill.pipeline.team import Team
+from draftmill.pipeline.turns import Turns, turns_on_shared
 from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import WorkItem
 from draftmill.step.choose import Decision, build_step
@@ -130,8 +131,11 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
     }
     for channel in channels.values():
         supervisor.on_close(channel.close)
-    targets = _target_workers(parts, loader, supervisor, beats, channels)
-    drafters = _drafter_workers(parts, loader, supervisor, beats, channels)
+    turns = turns_on_shared(setup.placement.targets, setup.placement.drafters)
+    for each in turns.values():
+        supervisor.on_close(each.close)
+    targets = _target_workers(parts, loader, supervisor, beats, channels, turns)
+    drafters = _drafter_workers(parts, loader, supervisor, beats, channels, turns)
     watch = StallWatch(
         supervisor,
         lambda: time.monotonic() - max(heartbeat.progress_at for heartbeat in heartbeats),
@@ -153,7 +157,12 @@ Beats = Callable[[str, torch.device], Heartbeat]
 
 
 def _target_workers(
-    parts: Parts, loader: Loader, supervisor: Supervisor, beats: Beats, channels: dict[int, Channel]
+    parts: Parts,
+    loader: Loader,
+    supervisor: Supervisor,
+    beats: Beats,
+    channels: dict[int, Channel],
+    turns: dict[torch.device, Turns],
 ) -> list[TargetWorker]:
     setup, cache_gib = parts.setup, parts.setup.config.target.cache_gib
     route = Route(channels, setup.stream, parts.first_step)
@@ -168,6 +177,7 @@ def _target_workers(
             loader,
             route,
             cache,
+            turns.get(group[-1]) if len(group) == 1 else None,
         )
         for index, (group, target) in enumerate(zip(setup.placement.targets, parts.loaded.targets, strict=True))
     ]
@@ -178,7 +188,12 @@ def _as_it_is(target: TapsReplica) -> TapsReplica:
 
 
 def _drafter_workers(
-    parts: Parts, loader: Loader, supervisor: Supervisor, beats: Beats, channels: dict[int, Channel]
+    parts: Parts,
+    loader: Loader,
+    supervisor: Supervisor,
+    beats: Beats,
+    channels: dict[int, Channel],
+    turns: dict[torch.device, Turns],
 ) -> list[DrafterWorker]:
     setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
@@ -211,6 +226,7 @@ def _drafter_workers(
             channel,
             stream=setup.stream,
             first_step=parts.first_step,
+            turns=turns.get(channel.device),
         )
         for number, channel in channels.items()
     ]

@@ -1,0 +1,110 @@
+"""Whose turn it is on a device that several workers share: one computes, the others wait.
+
+On a CPU all cores are one device, and one worker has them at a time: two teams of OpenMP threads on the same cores
+would wait for one another at every barrier.
+
+On a GPU a forward and a step take longer side by side than one after the other, for the products of both are made for
+a device of their own: a fifth of the speed was lost so at Qwen3-8B's shape (docs/log.md, 2026-11-30). So where a target
+and a drafter share one they take turns. The drafter goes first: the target has what it leaves, while it waits for
+features, or for the sum over drafters, which takes no turn. A turn costs a moment, for a host waits for the device
+before the next one may begin; where turns are brief that would be more than they bring, and both compute side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from draftmill.pipeline.channel import ChannelClosed
+
+BRIEF_S = 0.02
+"""Turns that are shorter than this are not taken."""
+TRIED = 16
+"""Turns after which that is decided."""
+
+
+class Turns:
+    """The turns on one device. Any thread may take one, and any may close it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._changed = threading.Condition()
+        self._taken = self._closed = False
+        self._waiting_first = 0
+        self._seconds: list[float] = []
+        self._are_brief = False
+
+    @contextlib.contextmanager
+    def take(self, first: bool) -> Iterator[None]:
+        """Wait for a turn; it ends when what was launched within it is done.
+
+        Before it begins, what this thread's stream has under way is waited for, lest the device stands idle for that.
+        first: before all who do not ask for it. Raises ChannelClosed.
+        """
+        if self._are_brief:
+            yield
+            return
+        self._finish()
+        self._begin(first)
+        began = time.perf_counter()
+        try:
+            yield
+            self._finish()
+        finally:
+            self._end(time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Wake everybody with ChannelClosed. Can be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _begin(self, first: bool) -> None:
+        with self._changed:
+            self._waiting_first += first
+            self._changed.wait_for(lambda: self._closed or (not self._taken and (first or not self._waiting_first)))
+            self._waiting_first -= first
+            if self._closed:
+                raise ChannelClosed
+            self._taken = True
+
+    def _end(self, seconds: float) -> None:
+        with self._changed:
+            self._taken = False
+            if len(self._seconds) < TRIED:
+                self._seconds.append(seconds)
+                self._are_brief = len(self._seconds) == TRIED and statistics.median(self._seconds) < BRIEF_S
+            self._changed.notify_all()
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def turns_on_shared(
+    targets: Sequence[tuple[torch.device, ...]], drafters: Sequence[torch.device]
+) -> dict[torch.device, Turns]:
+    """The turns of each CUDA device that has a drafter and a target. One that is spread over several devices takes
+    none: it has several batches under way, in different places."""
+    alone = {group[0] for group in targets if len(group) == 1}
+    return {device: Turns(device) for device in drafters if device.type == "cuda" and device in alone}
+
+
+_CORES = threading.Lock()
+
+
+def cores(device: torch.device) -> AbstractContextManager[Any]:
+    """All cores of a CPU; nothing on another device."""
+    return _CORES if device.type == "cpu" else contextlib.nullcontext()
+
+
+def computing(device: torch.device, turns: Turns | None, first: bool) -> AbstractContextManager[Any]:
+    """What a worker holds while it runs a forward or a step. first: as in `Turns.take`."""
+    return cores(device) if turns is None else turns.take(first)
