@@ -230,6 +230,7 @@ def gil(options: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
     rig = Rig(setup, random_loaded(setup, size))
     one = rig.targets[0].replica
     crew = Rig(setup, Loaded([one], rig.loaded.head, None))
+    crew.in_turns = False  # on one device it is threads that are compared
     crew.targets = [Seat(rig.targets[0].device, again(one)) for _ in range(GIL_TARGETS)]
     crew.drafters = [Seat(rig.drafters[0].device) for _ in range(GIL_DRAFTERS)]
     cuda = setup.placement.uses_cuda

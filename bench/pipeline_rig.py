@@ -26,7 +26,7 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.turns import turns_on_shared
+from draftmill.pipeline.turns import Turns, turns_on_shared
 from draftmill.pipeline.workers import FIRST, DrafterWorker, Evaluate, Route, Step, TargetWorker, own_stream
 from draftmill.records import HostBatch
 from draftmill.target.features import TapsReplica
@@ -244,6 +244,8 @@ class Rig:
         targets = self.targets if targets is None else targets
         drafters = self.drafters if drafters is None else drafters
         race = _Race(self, len(drafters), num_batches, warm_up, after)
+        if self.in_turns:
+            race.share(targets, drafters)
         workers = [race.target(index, seat) for index, seat in enumerate(targets)]
         return race.run(workers, [race.drafter(index, seat, summed) for index, seat in enumerate(drafters)])
 
@@ -276,11 +278,14 @@ class _Race:
         self.beats: list[Heartbeat] = []
         self.store = dist.HashStore() if num_drafters > 1 else None
         self.gate = Gate(num_drafters)
-        seats = [(seat.device,) for seat in rig.targets], [seat.device for seat in rig.drafters]
-        self.turns = turns_on_shared(*seats) if rig.in_turns else {}
+        self.turns: dict[torch.device, Turns] = {}
+        self.supervisor.on_close(self.gate.close)
+
+    def share(self, targets: Sequence[Seat], drafters: Sequence[Seat]) -> None:
+        """Let those who share a GPU take turns on it. Before their workers are made."""
+        self.turns = turns_on_shared([(seat.device,) for seat in targets], [seat.device for seat in drafters], say)
         for turns in self.turns.values():
             self.supervisor.on_close(turns.close)
-        self.supervisor.on_close(self.gate.close)
 
     def add_channel(self, number: int, device: torch.device) -> Channel:
         setup = self.setup

@@ -158,7 +158,8 @@ def _train(team: Team, weights: dict[str, torch.Tensor], clock: Clock, points: i
     take(team.submit(Snapshot(step - 1, keep)))
     take(team.drain())
     course.steps, course.loss = step - first, sum(losses) / len(losses)
-    course.notes.append(f"the drafter waited for the target for {waited_s / course.seconds:.0%} of the time")
+    share = waited_s / course.seconds
+    course.notes.append(f"the drafter waited for the target, or its turn, for {share:.0%} of the time")
     return course
 
 

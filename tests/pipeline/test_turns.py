@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from draftmill.monitor.heartbeat import Heartbeat
 from draftmill.pipeline import turns as turns_module
 from draftmill.pipeline.channel import ChannelClosed
+from draftmill.pipeline.features import FeatureCache
 from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.pipeline.turns import TRIED, Turns, turns_on_shared
 from draftmill.train import assemble
@@ -28,24 +30,27 @@ SOON_S = 5.0
 class Watched(Turns):
     """Turns that count who has one."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, told: Callable[[str], None] = lambda line: None) -> None:
+        super().__init__(device, told)
         self.inside = self.most = 0
         self.order: list[bool] = []
+        self.holders: set[int] = set()
         self._lock = threading.Lock()
 
     @contextmanager
-    def take(self, first: bool) -> Iterator[None]:
-        with super().take(first):
+    def take(self, first: bool, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
+        with super().take(first, waits):
             with self._lock:
                 self.inside += 1
                 self.most = max(self.most, self.inside)
                 self.order.append(first)
+                self.holders.add(threading.get_ident())
             try:
                 yield
             finally:
                 with self._lock:
                     self.inside -= 1
+                    self.holders.remove(threading.get_ident())
 
 
 @pytest.fixture
@@ -134,17 +139,47 @@ def test_a_turn_that_fails_is_over() -> None:
         pass
 
 
-def test_brief_turns_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    for brief_s, are_brief in ((1.0, True), (1e-9, False)):
-        monkeypatch.setattr(turns_module, "BRIEF_S", brief_s)
-        turns = Watched(CPU)
-        for _ in range(TRIED - 1):
-            with turns.take(False):
-                time.sleep(0.0002)
-        assert not turns._are_brief
+@pytest.mark.parametrize(
+    ("drafter_s", "target_s", "are_brief"),
+    [(0.0, 0.0, True), (0.0, 0.03, False), (0.03, 0.0, False)],
+    ids=["both brief", "long forwards", "long steps"],
+)
+def test_turns_that_are_brief_on_both_sides_are_given_up(drafter_s: float, target_s: float, are_brief: bool) -> None:
+    told: list[str] = []
+    turns = Watched(CPU, told.append)
+    for _ in range(3):  # before the drafter is there
+        with turns.take(False):
+            time.sleep(0.03)
+    for index in range(TRIED):
         with turns.take(True):
+            time.sleep(0.1 if index == 0 else drafter_s)  # as the first one may be, for which kernels are loaded
+        assert not told
+        with turns.take(False):
+            time.sleep(target_s)
+    assert turns._are_brief == are_brief
+    (line,) = told
+    assert line.startswith(f"target and drafter on cpu {'compute side by side' if are_brief else 'take turns'}: ")
+
+    def work() -> None:
+        with turns.take(False):
             pass
-        assert turns._are_brief == are_brief
+
+    with turns.take(True):
+        threads = started(work)
+        if are_brief:
+            assert joined(threads)
+        else:
+            waiting(turns, 1)
+    assert joined(threads)
+    assert turns.most == (2 if are_brief else 1)
+    assert len(told) == 1
+
+
+def test_who_has_had_a_turn_and_asks_again_at_once_is_before_a_target() -> None:
+    """A drafter's next batch of the same step. Now and then the other thread is quicker."""
+    orders = []
+    for _ in range(20):
+        turns = Watched(CPU)
 
         def work(turns: Watched = turns) -> None:
             with turns.take(False):
@@ -152,21 +187,27 @@ def test_brief_turns_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with turns.take(True):
             threads = started(work)
-            if are_brief:
-                assert joined(threads)
-            else:
-                waiting(turns, 1)
+            waiting(turns, 1)
+        with turns.take(True):
+            pass
         assert joined(threads)
-        assert turns.most == (2 if are_brief else 1)
+        orders.append(turns.order)
+    assert orders.count([True, True, False]) > 10
 
 
-def test_one_slow_turn_among_brief_ones_does_not_count() -> None:
-    """As the first on a device may be, for which kernels are loaded."""
-    turns = Turns(CPU)
-    for index in range(TRIED):
-        with turns.take(False):
-            time.sleep(0.1 if index == 0 else 0.0)
-    assert turns._are_brief
+def test_waiting_is_told_before_it_begins() -> None:
+    turns, told = Turns(CPU), []
+
+    def work() -> None:
+        with turns.take(False, lambda: told.append("waits")):
+            told.append("has it")
+
+    with turns.take(True):
+        threads = started(work)
+        waiting(turns, 1)
+        assert told == ["waits"]
+    assert joined(threads)
+    assert told == ["waits", "has it"]
 
 
 def test_which_devices_are_shared() -> None:
@@ -190,7 +231,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch, _never_brief: None) -> Watched:
     made = Watched(CPU)
-    monkeypatch.setattr(assemble, "turns_on_shared", lambda targets, drafters: {CPU: made})
+    monkeypatch.setattr(assemble, "turns_on_shared", lambda targets, drafters, told: {CPU: made})
     return made
 
 
@@ -216,6 +257,39 @@ def test_a_run_in_turns_is_the_same_run(
     assert turns.order.count(False) > 4
     monkeypatch.undo()
     assert losses("beside") == in_turns
+
+
+def test_what_computes_nothing_takes_no_turn_and_who_waits_says_so(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: Watched
+) -> None:
+    had_turn: dict[str, list[bool]] = {"read": [], "keep": []}
+    said: dict[str, set[str]] = {}
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(FeatureCache, name)
+
+        def call(*args: Any) -> Any:
+            had_turn[name].append(threading.get_ident() in turns.holders)
+            return real(*args)
+
+        return call
+
+    for name in had_turn:
+        monkeypatch.setattr(FeatureCache, name, watched(name))
+
+    def beat(self: Heartbeat, doing: str, *args: Any, **kwargs: Any) -> None:
+        said.setdefault(self.name, set()).add(doing)
+        real_beat(self, doing, *args, **kwargs)
+
+    real_beat = Heartbeat.beat
+    monkeypatch.setattr(Heartbeat, "beat", beat)
+    train(config_of(world, f"run.dir={tmp_path / 'run'}", *SETTINGS, "target.cache_gib=1"), console=False)
+    assert had_turn["read"]
+    assert had_turn["keep"]
+    assert not any(had_turn["read"] + had_turn["keep"])
+    assert turns.order.count(False) == len(had_turn["keep"]), "one turn a forward, none where features were kept"
+    assert {"waiting for a turn", "forward", "waiting for drafter"} <= said["target-0"]
+    assert {"waiting for a turn", "working", "waiting for target"} <= said["drafter-0"]
 
 
 def test_a_failure_within_a_turn_ends_the_run(

@@ -6,6 +6,7 @@
     drafter worker   takes    a ticket from the main thread, then its batches, in order, from its channel
                      waits    for the targets, and for the other drafters in the all-reduce
                      gives    a result for each ticket; releases a slot once it has copied from it for the last time
+    both             wait     for a turn, where they share a GPU (turns.py)
 
 Knows no drafter mathematics: what a step, an update or an evaluation is, the replica says. All CUDA work of a worker
 runs on the worker's own stream.
@@ -18,7 +19,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -131,7 +132,10 @@ Ticket = Step | Evaluate | Snapshot
 WORK, SUM = "work", "sum"
 WAITING_DATA, WAITING_DRAFTER = "waiting for data", "waiting for drafter"
 WAITING_FEATURES, WAITING_TICKET = "waiting for features", "waiting for a ticket"
-"""What a worker's time is spent on; what begins with waiting counts as such."""
+"""What a worker's time is spent on; what begins with waiting counts as such. A turn on a shared device is waited for as
+what the other side gives is: features, or free slots."""
+WAITING_TURN = "waiting for a turn"
+"""What is said meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Result:
     """What came of a ticket.
 
     span         from the start of its work to the end
-    parts        what that time was spent on: waiting for features, work, and the sum over all drafters
+    parts        what that time was spent on: waiting for features and turns, work, and the sum over all drafters
     num_tokens   real tokens of the training batches that were taken from the channel for it
     num_padded   tokens of their rows, padding included
     queue_depth  batches that lie ready when it is done
@@ -156,7 +160,7 @@ class Result:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting for features. Waits for the device."""
+        """Seconds of waiting for features and turns. Waits for the device."""
         return sum(part.seconds() for part in self.parts if part.kind == WAITING_FEATURES)
 
     @property
@@ -166,7 +170,7 @@ class Result:
 
     @property
     def work_s(self) -> float:
-        """Seconds of all but the waiting for features. Waits for the device."""
+        """Seconds of all but that waiting. Waits for the device."""
         return self.span.seconds() - self.wait_s
 
 
@@ -240,6 +244,15 @@ def tell(beats: Beats, ended: dict[str, float], doing: str, step: int | None = N
     beats.beat(doing, step, busy_s=sum(ended.values()) - wait_s, wait_s=wait_s)
 
 
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """What this thread's stream has been given is done after it; None on a CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 class TargetWorker(Worker):
     """Runs one target replica over the batches, in order, shared with the other target workers."""
 
@@ -281,10 +294,8 @@ class TargetWorker(Worker):
                 slot = channel.reserve(number)
                 if slot.read is not None:
                     torch.cuda.current_stream().wait_event(slot.read)
-                with computing(self.device, self.turns, first=False):
-                    clock.cut(WAITING_DRAFTER)
-                    self._tell(clock, "forward", batch.sequence)
-                    written = self._fill(replica, batch, slot)
+                self._fill(clock, replica, batch, slot)
+                written = _event(self.device)
                 clock.cut(WORK)
                 channel.fill(number, batch, written)
                 self._tell(clock, "handing over", batch.sequence)
@@ -302,21 +313,22 @@ class TargetWorker(Worker):
         except Exception as error:  # the reading thread's, which tells whoever asks for what it could not read
             raise WorkerFailed("loader", "cpu", f"reading ahead ({self.name} was last {self.doing})", error) from error
 
-    def _fill(self, replica: TargetReplica, batch: HostBatch, slot: Slot) -> torch.cuda.Event | None:
-        """Features into the slot; returns the event after which they are there (None: now)."""
+    def _fill(self, clock: Clock, replica: TargetReplica, batch: HostBatch, slot: Slot) -> None:
+        """Features into the slot, kept ones or made by a forward; they are there when this thread's stream is."""
         if self.cache is not None and slot.read is not None:
             slot.read.synchronize()  # the cache writes from the host, on no stream of this worker's
-        if batch.num_tokens and not (self.cache is not None and self.cache.read(batch, slot.features_TF)):
+        clock.cut(WAITING_DRAFTER)
+        if not batch.num_tokens or (self.cache is not None and self.cache.read(batch, slot.features_TF)):
+            return
+        waits = partial(self._tell, clock, WAITING_TURN, batch.sequence)
+        with computing(self.device, self.turns, first=False, waits=waits):
+            clock.cut(WAITING_DRAFTER)
+            self._tell(clock, "forward", batch.sequence)
             taps = replica.forward(batch)
             source = batch.source_T.to(self.device, non_blocking=True)
             pack(taps, source, slot.features_TF)
-            if self.cache is not None:
-                self.cache.keep(batch, slot.features_TF)
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        if self.cache is not None:
+            self.cache.keep(batch, slot.features_TF)
 
 
 class DrafterWorker(Worker):
@@ -407,8 +419,7 @@ class DrafterWorker(Worker):
             replica.begin_evaluation()
             for _ in range(self.stream.heldout_per_drafter):
                 number, slot = self._take()
-                with computing(self.device, self.turns, first=True):
-                    self._has_features()
+                with self._computing():
                     replica.load(slot, 0)
                     self._release(number, slot)
                     replica.evaluate()
@@ -435,10 +446,9 @@ class DrafterWorker(Worker):
             if fresh:
                 self.held.append(self._take())
             else:
-                self._cut(WORK)
+                self._end_work()
             number, slot = self.held[index] if draws > 1 else self.held.pop()
-            with computing(self.device, self.turns, first=True):
-                self._has_features()
+            with self._computing():
                 replica.load(slot, draw)
                 if last:  # what a step needs of the slot is in its own buffers
                     self._release(number, slot)
@@ -446,8 +456,15 @@ class DrafterWorker(Worker):
         if last:
             self.held.clear()
 
-    def _take(self) -> tuple[int, Slot]:
+    def _end_work(self) -> None:
+        """What came before is work, up to the end of the update; in turns it is waited for, before the next turn is."""
         self._cut(WORK)
+        if self.turns is not None:
+            tell(self.beats, self.clock.finished(), "finishing", self.step)
+            self.turns.finish()
+
+    def _take(self) -> tuple[int, Slot]:
+        self._end_work()
         tell(self.beats, self.clock.finished(), "waiting for target", self.step)
         slot = self.channel.take(self.number)
         self.number += 1
@@ -461,18 +478,22 @@ class DrafterWorker(Worker):
             self.num_padded += batch.tokens_BS.numel()
         return self.number - 1, slot
 
-    def _has_features(self) -> None:
-        """Features are there, and the device is this worker's: where a target shares it, both are waited for."""
-        self._cut(WAITING_FEATURES)
-        tell(self.beats, self.clock.finished(), "working", self.step)
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Once features are there, and the device is this worker's."""
+
+        def waits() -> None:
+            tell(self.beats, self.clock.finished(), WAITING_TURN, self.step)
+
+        with computing(self.device, self.turns, first=True, waits=waits):
+            self._cut(WAITING_FEATURES)
+            tell(self.beats, self.clock.finished(), "working", self.step)
+            yield
 
     def _release(self, number: int, slot: Slot) -> None:
         """Free the slot, and the host buffers of batches whose copies are surely done."""
         assert slot.batch is not None
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+        event = _event(self.device)
         self.read.append((event, slot.batch))
         self.channel.release(number, event)
         while self.read and (self.read[0][0] is None or len(self.read) > 2 or self.read[0][0].query()):

@@ -131,7 +131,7 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
     }
     for channel in channels.values():
         supervisor.on_close(channel.close)
-    turns = turns_on_shared(setup.placement.targets, setup.placement.drafters)
+    turns = turns_on_shared(setup.placement.targets, setup.placement.drafters, run.log.info)
     for each in turns.values():
         supervisor.on_close(each.close)
     targets = _target_workers(parts, loader, supervisor, beats, channels, turns)
