@@ -77,7 +77,8 @@ def main() -> None:
             out.backward(torch.randn_like(out))
             print(json.dumps({"bench": "attention", "dense": list(out.shape), "contenders": len(contenders())}))
             return
-        mask = TileLists(slots.context_slots, slots.anchor_slots, shape.block_size, device).mask(blocks)
+        tiles = TileLists(slots.context_slots, slots.anchor_slots, shape.block_size, device, short_blocks=False)
+        mask = tiles.mask(blocks)
         slope = torch.randn(queries, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
         for name, repeated, kernel_options in contenders()[index::parts]:
             torch._dynamo.reset()

@@ -38,7 +38,7 @@ _FREE = {
     "run": {"dir", "seed"},
     "drafter": {"init", "from_checkpoint"},
     "train": {"lr", "warmup_share", "schedule", "min_lr_share", "decay_share", "epochs", "max_steps", "anchor_draws",
-              "evaluate_every", "log_every_s"},
+              "short_blocks", "evaluate_every", "log_every_s"},
 }  # fmt: skip
 """Settings that nothing compiled or captured depends on."""
 

@@ -65,6 +65,10 @@ RECIPES = (
     Recipe("small-steps", {"train.num_anchors": 256, "data.token_budget": 2048}),
     Recipe("large-steps", {"train.num_anchors": 1024, "data.token_budget": 8192}),
     Recipe("small-steps-draws-4", {"train.num_anchors": 128, "train.anchor_draws": 4}),
+    # tau here is of whole blocks, so it shows what these cost and not what they are for (docs/quality.md)
+    Recipe("short-blocks-25", {"train.short_blocks": 0.25}),
+    Recipe("short-blocks-50", {"train.short_blocks": 0.5}),
+    Recipe("short-blocks-100", {"train.short_blocks": 1.0}),
     Recipe("gamma-4", {"train.gamma": 4.0}),
     Recipe("gamma-12", {"train.gamma": 12.0}),
     Recipe("d-pace", {"train.loss": "d_pace"}),

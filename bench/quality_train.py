@@ -144,7 +144,8 @@ _COMPILED_FOR = ("num_anchors", "token_budget", "batching", "block_size", "num_l
 def _built_alike(recipe: Recipe) -> str:
     """The same for recipes that are built once for all of them."""
     changes = {name: value for name, value in recipe.changes.items() if name.split(".")[1].startswith(_COMPILED_FOR)}
-    return json.dumps([recipe.peer is not None, recipe.peer, changes], sort_keys=True)
+    is_short = recipe.changes.get("train.short_blocks", 0.0) > 0.0
+    return json.dumps([recipe.peer is not None, recipe.peer, changes, is_short], sort_keys=True)
 
 
 class _Runs:

@@ -214,6 +214,9 @@ class TrainConfig(_Section):
     """Anchor slots (blocks) of one drafter batch; as many as its tokens at most."""
     anchor_draws: int = Field(1, ge=1, le=64)
     """Drafter batches made from one target forward, each with its own anchors."""
+    short_blocks: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of training blocks that end earlier, after a number of slots drawn evenly: for a drafter that is asked for
+    fewer tokens than its block has. Held-out evaluations use whole blocks."""
     lr: float = Field(6.0e-4, gt=0.0, lt=1.0)
     """Peak learning rate."""
     warmup_share: float = Field(0.04, ge=0.0, le=1.0)

@@ -44,7 +44,8 @@ class Blocks:
     positions_T  int32  position of each token inside its own document; 0 past the last
     anchors_A    int32  context slot of each block's anchor, ascending; 0 for an unused block
     starts_A     int32  context slot of the first token of the anchor's document; 0 for an unused block
-    slots_A      int32  supervised slots of each block: slots 1..n carry a loss, n <= K-1; 0 for an unused block
+    slots_A      int32  supervised slots of each block: slots 1..n carry a loss, n <= K-1-absent; 0 for an unused block
+    absent_A     int32  slots that a short block lacks at its end, which nobody sees; 0 for a whole or an unused block
 
     A block with anchor slot a and document start s sees the context slots j with s <= j < a, and itself. Its slot k
     stands for the token in context slot a + k, which exists for every supervised k.
@@ -55,6 +56,7 @@ class Blocks:
     anchors_A: torch.Tensor
     starts_A: torch.Tensor
     slots_A: torch.Tensor
+    absent_A: torch.Tensor
 
     @classmethod
     def empty(
@@ -68,9 +70,7 @@ class Blocks:
         return cls(
             ints(context_slots, torch.int64),
             ints(context_slots, torch.int32),
-            ints(anchor_slots, torch.int32),
-            ints(anchor_slots, torch.int32),
-            ints(anchor_slots, torch.int32),
+            *(ints(anchor_slots, torch.int32) for _ in range(4)),
         )
 
     def copy_(self, other: Blocks, *, non_blocking: bool = False) -> None:

@@ -87,6 +87,13 @@ def test_measured_on_a_cpu_and_read_back(run_yaml: Path, tmp_path: Path, capsys:
     said = capsys.readouterr().err
     assert f"{saved} was measured with train.num_anchors=" in said
     assert "this run has 7; measure again" in said
+    assert plan(str(run_yaml), "--costs", str(saved), "train.short_blocks=0.5") == 2
+    assert "was measured with train.short_blocks=0.0, this run has 0.5" in capsys.readouterr().err
+    del costs["measured_for"]["train.short_blocks"]  # as before there was such a setting
+    saved.write_text(json.dumps(costs))
+    assert plan(str(run_yaml), "--costs", str(saved), "train.short_blocks=0.5") == 2
+    capsys.readouterr()
+    assert plan(str(run_yaml), "--costs", str(saved)) == 0
     assert again["splits"] == got["splits"]
 
 

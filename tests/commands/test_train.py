@@ -93,6 +93,8 @@ def test_no_configuration_or_none_that_can_be_read(tmp_path: Path, capsys: pytes
         ("train.epochs=1.5", "train.epochs: Input should be a valid integer"),
         ("train.accumulate=0", "train.accumulate: Input should be greater than or equal to 1, got 0"),
         ("train.anchor_draws=0", "train.anchor_draws: Input should be greater than or equal to 1, got 0"),
+        ("train.short_blocks=-0.1", "train.short_blocks: Input should be greater than or equal to 0, got -0.1"),
+        ("train.short_blocks=1.5", "train.short_blocks: Input should be less than or equal to 1, got 1.5"),
         ("train.anchor_draws=65", "train.anchor_draws: Input should be less than or equal to 64, got 65"),
         ("train.loss=mse", "train.loss: must be cross_entropy, kl, total_variation, d_pace, or a mapping of"),
         ("train.num_anchors=true", "train.num_anchors: must be a number, got true"),

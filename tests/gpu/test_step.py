@@ -22,7 +22,9 @@ from draftmill.train.optimizer import FlatAdamW
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
 
-def make_state(dtype: torch.dtype, device: str = "cuda:0", window: int | None = None, block: int = BLOCK) -> StepState:
+def make_state(
+    dtype: torch.dtype, device: str = "cuda:0", window: int | None = None, block: int = BLOCK, short: bool = False
+) -> StepState:
     layers = (1,) if window else ()
     shape = replace(SHAPE, block_size=block, sliding_window=window, sliding_layers=layers)
     generator = torch.Generator().manual_seed(1)
@@ -32,13 +34,15 @@ def make_state(dtype: torch.dtype, device: str = "cuda:0", window: int | None = 
         drafter,
         TargetHead(matrix, matrix),
         LossRule(7.0),
-        StepShape(CONTEXT, ANCHORS, 512),
+        StepShape(CONTEXT, ANCHORS, 512, short),
         torch.device(device),
         dtype,
     )
 
 
-def batch(seed: int, num_blocks: int = ANCHORS, block: int = BLOCK) -> tuple[torch.Tensor, Blocks, int]:
+def batch(
+    seed: int, num_blocks: int = ANCHORS, block: int = BLOCK, short: bool = False
+) -> tuple[torch.Tensor, Blocks, int]:
     """Features and blocks over documents of random lengths; every call another mask."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(CONTEXT, 512, generator=generator)
@@ -54,7 +58,9 @@ def batch(seed: int, num_blocks: int = ANCHORS, block: int = BLOCK) -> tuple[tor
     blocks.starts_A[:num_blocks] = starts[anchors].int()
     ends = torch.tensor([*cuts, CONTEXT])
     room = ends[torch.searchsorted(ends, anchors, right=True)] - 1 - anchors
-    blocks.slots_A[:num_blocks] = room.clamp(max=block - 1).int()
+    absent = torch.randint(block - 1, (num_blocks,), generator=generator) if short else torch.zeros(num_blocks)
+    blocks.absent_A[:num_blocks] = absent.int()
+    blocks.slots_A[:num_blocks] = torch.minimum(room, block - 1 - absent).int()
     return features, blocks, int(blocks.slots_A.sum())
 
 
@@ -65,7 +71,7 @@ def train(choice: str, dtype: torch.dtype, steps: int, **shape) -> tuple[torch.T
         built = build_step(choice, state, optimizer)
         losses = []
         for step in range(steps):
-            features, blocks, scored = batch(step, ANCHORS - step % 5, shape.get("block", BLOCK))
+            features, blocks, scored = batch(step, ANCHORS - step % 5, shape.get("block", BLOCK), "short" in shape)
             state.load(features.to(state.device, dtype), blocks)
             state.begin()
             built.step.run(scored, ANCHORS - step % 5)
@@ -78,12 +84,16 @@ def train(choice: str, dtype: torch.dtype, steps: int, **shape) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("choice", ["compiled", "graphed"])
-@pytest.mark.parametrize("shape", [{}, {"window": 100, "block": 8}], ids=["full", "sliding, blocks of 8"])
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"window": 100, "block": 8}, {"short": True}, {"window": 100, "block": 8, "short": True}],
+    ids=["full", "sliding, blocks of 8", "short blocks", "sliding, blocks of 8 and shorter"],
+)
 def test_one_batch_equals_the_dense_reference_in_float32(choice: str, shape: dict) -> None:
     def work():
         reference, state = make_state(torch.float32, **shape), make_state(torch.float32, **shape)
         built = build_step(choice, state, FlatAdamW(state.flat, TrainConfig()))
-        features, blocks, scored = batch(7, ANCHORS - 3, shape.get("block", BLOCK))
+        features, blocks, scored = batch(7, ANCHORS - 3, shape.get("block", BLOCK), "short" in shape)
         for each in (reference, state):
             each.load(features.cuda(), blocks)
             each.begin()

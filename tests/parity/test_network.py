@@ -91,7 +91,8 @@ ROPES = {
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("sliding", [False, True])
-def test_forward_equals_upstream_one_anchor_at_a_time(rope: str, sliding: bool) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_forward_equals_upstream_one_anchor_at_a_time(rope: str, sliding: bool, short: bool) -> None:
     torch.manual_seed(3)
     extra = {"sliding_window": 9, "sliding_layers": (1,)} if sliding else {}
     shape = small_shape(rope=ROPES[rope], **extra)
@@ -109,6 +110,7 @@ def test_forward_equals_upstream_one_anchor_at_a_time(rope: str, sliding: bool) 
     blocks.positions_T[:51] = torch.cat([torch.arange(n) for n in lengths]).int()
     for i, (document, anchor) in enumerate(anchors):
         blocks.anchors_A[i], blocks.starts_A[i], blocks.slots_A[i] = anchor, 20 * document, 3
+        blocks.absent_A[i] = i % 5 if short else 0  # an engine that drafts fewer tokens runs fewer mask tokens
     ids, positions = block_tokens(blocks, shape.block_size, shape.mask_token_id)
     with torch.no_grad():
         hidden = drafter(features, blocks.positions_T, head.embed(ids), positions, dense_attention(shape, blocks))
@@ -117,12 +119,13 @@ def test_forward_equals_upstream_one_anchor_at_a_time(rope: str, sliding: bool) 
         for i, (document, anchor) in enumerate(anchors):
             start = 20 * document
             count = anchor - start
-            given = torch.full((1, shape.block_size), shape.mask_token_id)
+            size = shape.block_size - int(blocks.absent_A[i])
+            given = torch.full((1, size), shape.mask_token_id)
             given[0, 0] = blocks.tokens_T[anchor]
             expected = peer(
-                position_ids=torch.arange(count + shape.block_size)[None],
+                position_ids=torch.arange(count + size)[None],
                 noise_embedding=head.embed(given),
                 target_hidden=features[start:anchor][None],
             )
             expected = head.logits(expected[0])
-            assert (logits[i] - expected).abs().max() < 1e-5 * expected.abs().max()
+            assert (logits[i, :size] - expected).abs().max() < 1e-5 * expected.abs().max()

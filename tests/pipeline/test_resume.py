@@ -101,6 +101,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "between two draws": (3, ("train.anchor_draws=3", "train.epochs=1")),
     "draws and accumulation": (3, ("train.anchor_draws=4", "train.accumulate=2", "train.epochs=1")),
     "packed": (3, ("data.batching=packed", "data.token_budget=64")),
+    "short blocks": (3, ("train.short_blocks=0.5",)),
     "d_pace": (3, ("train.loss=d_pace", "train.schedule=warmup-stable-decay")),
     "kl": (3, ("train.loss={kl: 0.9, cross_entropy: 0.1}", "train.labels=target")),
     "muon": (3, ("train.optimizer=muon", "train.muon_lr=0.02", "train.weight_decay=0.1")),

@@ -12,8 +12,10 @@ from draftmill.drafter.shape import DrafterShape
 from draftmill.records import Blocks
 
 
-def packed_blocks(lengths: list[int], anchors: list[list[int]], context_slots: int, anchor_slots: int) -> Blocks:
-    """Documents one after another, with anchors given inside each document."""
+def packed_blocks(
+    lengths: list[int], anchors: list[list[int]], context_slots: int, anchor_slots: int, short: bool = False
+) -> Blocks:
+    """Documents one after another, with anchors given inside each document; short: three of four blocks lack slots."""
     blocks = Blocks.empty(context_slots, anchor_slots)
     start, i = 0, 0
     for length, inside in zip(lengths, anchors, strict=True):
@@ -21,6 +23,7 @@ def packed_blocks(lengths: list[int], anchors: list[list[int]], context_slots: i
         blocks.positions_T[start : start + length] = torch.arange(length).int()
         for anchor in inside:
             blocks.anchors_A[i], blocks.starts_A[i], blocks.slots_A[i] = start + anchor, start, 1
+            blocks.absent_A[i] = i % 4 if short else 0
             i += 1
         start += length
     return blocks
@@ -37,9 +40,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [None, 1, 6, 50])
 @pytest.mark.parametrize("block_size", [8, 10])
-def test_mask_equals_a_triple_loop(case: str, window: int | None, block_size: int) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_mask_equals_a_triple_loop(case: str, window: int | None, block_size: int, short: bool) -> None:
     lengths, anchors, context_slots, anchor_slots = CASES[case]
-    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots)
+    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots, short)
+    assert bool(blocks.absent_A.any()) == short
     mask = dense_mask(blocks, block_size, window)
     document_of = [d for d, length in enumerate(lengths) for _ in range(length)]
     flat = [(d, sum(lengths[:d]) + a) for d, inside in enumerate(anchors) for a in inside]
@@ -47,7 +52,7 @@ def test_mask_equals_a_triple_loop(case: str, window: int | None, block_size: in
     for block in range(anchor_slots):
         for slot in range(block_size):
             row = block * block_size + slot
-            for other in range(block_size):
+            for other in range(block_size - int(blocks.absent_A[block])):
                 if window is None or other <= slot:
                     expected[row, context_slots + block * block_size + other] = True
             if block < len(flat):
@@ -62,13 +67,14 @@ def test_mask_equals_a_triple_loop(case: str, window: int | None, block_size: in
 
 @pytest.mark.parametrize("window", [None, 20, 200])
 @pytest.mark.parametrize("block_size", [8, 16, 12])
-def test_tile_lists_cover_the_mask_exactly(window: int | None, block_size: int) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_tile_lists_cover_the_mask_exactly(window: int | None, block_size: int, short: bool) -> None:
     torch.manual_seed(1)
     context_slots, anchor_slots = 512, 32 if block_size != 12 else 64
     lengths = [300, 30, 150]
     anchors = [sorted(torch.randperm(n - 1)[: n // 20].add(1).tolist()) for n in lengths]
-    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots)
-    tiles = TileLists(context_slots, anchor_slots, block_size, "cpu")
+    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots, short)
+    tiles = TileLists(context_slots, anchor_slots, block_size, "cpu", short)
     mask = dense_mask(blocks, block_size, window)
     tiled = mask.view(mask.shape[0] // TILE, TILE, mask.shape[1] // TILE, TILE).permute(0, 2, 1, 3).flatten(2)
     counts, ids, full_counts, full_ids = (x[0, 0] for x in tiles.build(blocks, window))
@@ -86,12 +92,14 @@ def test_tile_lists_cover_the_mask_exactly(window: int | None, block_size: int) 
     assert counts.sum() + full_counts.sum() <= seen + tiled.shape[0] * 2
 
 
-def test_flex_mask_equals_dense_attention() -> None:
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("sliding", [False, True])
+def test_flex_mask_equals_dense_attention(sliding: bool, short: bool) -> None:
     torch.manual_seed(0)
-    blocks = packed_blocks([100, 28], [[5, 50, 51], [2, 20]], 128, 8)
+    blocks = packed_blocks([100, 28], [[5, 50, 51], [2, 20]], 128, 8, short)
     q, k, v = torch.randn(128, 4, 16), torch.randn(256, 2, 16), torch.randn(256, 2, 16)
-    shape = _shape(block_size=16)
-    mask = TileLists(128, 8, 16, "cpu").mask(blocks)
+    shape = _shape(block_size=16, sliding=sliding)
+    mask = TileLists(128, 8, 16, "cpu", short).mask(blocks, shape.window(0))
     out = flex_attention(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], block_mask=mask, enable_gqa=True
     )
@@ -101,10 +109,11 @@ def test_flex_mask_equals_dense_attention() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sliding", [False, True])
-def test_per_document_attention_equals_dense(case: str, sliding: bool) -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_per_document_attention_equals_dense(case: str, sliding: bool, short: bool) -> None:
     torch.manual_seed(0)
     lengths, anchors, context_slots, anchor_slots = CASES[case]
-    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots)
+    blocks = packed_blocks(lengths, anchors, context_slots, anchor_slots, short)
     shape = _shape(block_size=8, sliding=sliding)
     used = sum(len(inside) for inside in anchors) * 8
     inputs = [torch.randn(anchor_slots * 8, 4, 16), *torch.randn(2, context_slots + anchor_slots * 8, 2, 16)]

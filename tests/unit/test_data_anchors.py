@@ -117,6 +117,43 @@ def test_the_draw_depends_on_each_number_and_on_nothing_else() -> None:
     assert len({tuple(other) for other in others}) == 4
 
 
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_short_blocks_are_so_many_and_of_every_length(share: float) -> None:
+    mask, lengths = documents(np.random.default_rng(2), 40, 600, 0.99)
+    sizes = {"num_slots": 4000, "block_size": 8, **SEEDS}
+    whole, mixed = (draw_anchors(mask, lengths, short_share=each, **sizes) for each in (0.0, share))
+    assert mixed.anchors_A.tolist() == whole.anchors_A.tolist()
+    assert mixed.starts_A.tolist() == whole.starts_A.tolist()
+    assert not whole.absent_A.any()
+    absent = mixed.absent_A[: mixed.num_anchors]
+    assert mixed.num_anchors == 4000
+    assert not mixed.absent_A[mixed.num_anchors :].any()
+    assert mixed.slots_A.tolist() == np.minimum(whole.slots_A, 7 - mixed.absent_A).tolist()
+    assert mixed.num_scored == mixed.slots_A.sum()
+    counts = np.bincount(absent, minlength=7)
+    expected = 4000 * np.array([1 - share, *[share / 6] * 6])  # the last slot is any of 1..6, or 7 in a whole block
+    assert len(counts) == 7
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(expected.max())
+
+
+def test_what_is_short_depends_on_each_number_and_on_nothing_else() -> None:
+    mask, lengths = documents(np.random.default_rng(2), 20, 60, 0.9)
+
+    def draw(**changed: int) -> list[int]:
+        numbers = {**SEEDS, "draw": 0, **changed}
+        return draw_anchors(mask, lengths, num_slots=2000, block_size=8, short_share=0.5, **numbers).absent_A.tolist()
+
+    assert draw() == draw()
+    others = [draw(seed=6), draw(epoch=3), draw(index=8), draw(draw=1)]
+    assert len({tuple(other) for other in [*others, draw()]}) == 5
+
+
+def test_blocks_of_two_are_never_short() -> None:
+    anchors = draw_anchors(np.ones(20, bool), np.array([20]), num_slots=30, block_size=2, short_share=1.0, **SEEDS)
+    assert not anchors.absent_A.any()
+    assert anchors.num_scored == 19
+
+
 def test_every_candidate_is_as_likely_as_another() -> None:
     lengths = np.array([31, 61, 11])
     mask = np.ones(lengths.sum(), dtype=np.bool_)

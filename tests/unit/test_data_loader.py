@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def train_items(count: int, epoch: int = 0) -> list[WorkItem]:
     return [WorkItem(index, BatchKind.TRAIN, epoch, index) for index in range(count)]
 
 
-def assert_right(batch: HostBatch, store: Store, plan: BatchPlan) -> None:
+def assert_right(batch: HostBatch, store: Store, plan: BatchPlan, short_share: float = 0.0) -> None:
     samples = store.read(plan.sample_ids(batch.epoch, batch.index))
     ids = np.concatenate([ids for ids, _ in samples])
     mask = np.concatenate([mask for _, mask in samples])
@@ -66,12 +67,12 @@ def assert_right(batch: HostBatch, store: Store, plan: BatchPlan) -> None:
         assert block.positions_T[: len(ids)].tolist() == positions.tolist()
         assert not block.tokens_T[len(ids) :].any()
         assert not block.positions_T[len(ids) :].any()
-        anchors = draw_anchors(
-            mask, lengths, num_slots=48, block_size=8, seed=11, epoch=batch.epoch, index=batch.index, draw=draw
-        )
+        numbers = {"seed": 11, "epoch": batch.epoch, "index": batch.index, "draw": draw}
+        anchors = draw_anchors(mask, lengths, num_slots=48, block_size=8, short_share=short_share, **numbers)
         assert block.anchors_A.tolist() == anchors.anchors_A.tolist()
         assert block.starts_A.tolist() == anchors.starts_A.tolist()
         assert block.slots_A.tolist() == anchors.slots_A.tolist()
+        assert block.absent_A.tolist() == anchors.absent_A.tolist()
         assert batch.num_rows_scored[draw] == int(block.slots_A.sum())
 
 
@@ -146,9 +147,24 @@ def test_heldout_batches_have_the_same_anchors_whenever_they_are_read(store: Sto
         assert_right(first, store, make_plans(store)[1])
 
 
+def test_short_blocks_are_for_training_alone(store: Store) -> None:
+    items = [*train_items(1), WorkItem(1, BatchKind.HELDOUT, 0, 0)]
+    plan, heldout = make_plans(store)
+    with make_loader(store, items, buffers=1, short_blocks=0.7) as loader:
+        train = loader.next()
+        assert train is not None
+        assert_right(train, store, plan, short_share=0.7)
+        assert train.blocks[0].absent_A.any()
+        loader.release(train)
+        held = loader.next()  # in the same buffers
+        assert held is not None
+        assert_right(held, store, heldout)
+        assert not held.blocks[0].absent_A.any()
+
+
 def test_an_empty_batch_has_no_token_and_no_block(store: Store) -> None:
     items = [*train_items(1), WorkItem(1, BatchKind.EMPTY, 0, 0)]
-    with make_loader(store, items, buffers=1) as loader:
+    with make_loader(store, items, buffers=1, short_blocks=1.0) as loader:
         full = loader.next()
         assert full is not None
         loader.release(full)
@@ -156,7 +172,7 @@ def test_an_empty_batch_has_no_token_and_no_block(store: Store) -> None:
         assert batch is not None
         assert (batch.num_tokens, tuple(batch.tokens_BS.shape), batch.num_rows_scored) == (0, (0, 0), (0, 0))
         for block in batch.blocks:
-            assert not any(t.any() for t in (block.tokens_T, block.anchors_A, block.starts_A, block.slots_A))
+            assert not any(getattr(block, field.name).any() for field in fields(block))
 
 
 def wait_for(condition: Any) -> bool:

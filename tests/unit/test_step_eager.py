@@ -42,7 +42,7 @@ def test_flex_attention_alone_compiles_under_the_lock_and_only_for_what_is_new(m
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     kernel = _flex_alone()
-    blocks, tiles = Blocks.empty(CONTEXT, ANCHORS), TileLists(CONTEXT, ANCHORS, SIZE, "cpu")
+    blocks, tiles = Blocks.empty(CONTEXT, ANCHORS), TileLists(CONTEXT, ANCHORS, SIZE, "cpu", False)
     generator = torch.Generator().manual_seed(0)
     queries, keys = (1, 2, ANCHORS * SIZE, 16), (1, 2, CONTEXT + ANCHORS * SIZE, 16)
     for gradients in (True, False, True, False):

@@ -53,18 +53,23 @@ def batch() -> tuple[Blocks, int]:
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 9, 64])
-def test_pairs_are_the_masks(window: int | None) -> None:
+@pytest.mark.parametrize("absent", [(0,) * 6, (0, 3, 6, 4, 6, 2)], ids=["whole", "short"])
+def test_pairs_are_the_masks(window: int | None, absent: tuple[int, ...]) -> None:
     shape = shape_of(**({} if window is None else {"sliding_window": window, "sliding_layers": (0, 2)}))
     blocks, num_tokens = batch()
-    used = 6 * BLOCK  # an unused block sees itself, which nobody needs
-    expected = sum(int(dense_mask(blocks, BLOCK, shape.window(layer))[:used].sum()) for layer in range(3))
+    blocks.absent_A[:6] = torch.tensor(absent)
+    # An unused block sees itself, and a slot that is absent what the others see: nobody needs it.
+    needed = (torch.arange(BLOCK) < BLOCK - blocks.absent_A[:, None]).flatten()[: 6 * BLOCK]
+    expected = sum(int(dense_mask(blocks, BLOCK, shape.window(layer))[: 6 * BLOCK][needed].sum()) for layer in range(3))
     work = work_of(blocks, num_tokens, shape)
-    assert work == StepWork(context_tokens=51, block_tokens=48, scored_rows=30, pairs=expected)
+    tokens = 48 - sum(absent)
+    assert work == StepWork(context_tokens=51, blocks=6, block_tokens=tokens, scored_rows=30, pairs=expected)
 
 
 def test_an_empty_batch_holds_no_work() -> None:
-    assert work_of(Blocks.empty(64, 8), 0, shape_of()) == StepWork(0, 0, 0, 0)
-    assert step_flops(shape_of(), StepWork(0, 0, 0, 0)).total == 0
+    for windows in ({}, {"sliding_window": 4, "sliding_layers": (0,)}):
+        assert work_of(Blocks.empty(64, 8), 0, shape_of(**windows)) == StepWork(0, 0, 0, 0, 0)
+    assert step_flops(shape_of(), StepWork(0, 0, 0, 0, 0)).total == 0
 
 
 def test_matrix_products_are_those_that_torch_counts() -> None:
@@ -97,7 +102,7 @@ def test_attention_is_what_plain_products_take() -> None:
     q, k, v = (torch.randn(4, rows, 16, requires_grad=True) for rows in (24, 40, 40))
     with FlopCounterMode(display=False) as counter:
         (torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v).sum().backward()
-    assert step_flops(shape_of(), StepWork(0, 0, 0, 24 * 40)).attention == counter.get_total_flops()
+    assert step_flops(shape_of(), StepWork(0, 0, 0, 0, 24 * 40)).attention == counter.get_total_flops()
 
 
 def test_the_published_shape() -> None:
@@ -114,7 +119,7 @@ def test_the_published_shape() -> None:
         target_layer_ids=(1, 9, 17, 25, 33),
         num_target_layers=36,
     )
-    flops = step_flops(shape, StepWork(3072, 8192, 7680, 5 * 8192 * (1536 + 16)))
+    flops = step_flops(shape, StepWork(3072, 512, 8192, 7680, 5 * 8192 * (1536 + 16)))
     assert flops.context == 3072 * (4 * 5 * 4096 * 4096 + 6 * 5 * 2 * 4096 * 1024)
     all_slots, drafted = 2 * 4096 * 1024 + 4096 * 4096, 4096 * 4096 + 3 * 4096 * 12288
     assert flops.blocks == 6 * (8192 * 4 * (all_slots + drafted) + 513 * all_slots + 7680 * drafted)

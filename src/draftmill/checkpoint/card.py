@@ -39,6 +39,7 @@ _RECIPE = {
         "gamma",
         "num_anchors",
         "anchor_draws",
+        "short_blocks",
         "accumulate",
     ),
     "data": ("max_length", "token_budget", "batching"),
@@ -50,6 +51,9 @@ _MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adj
 """Settings of train that are of no effect, and not shown, with another optimizer."""
 _ONLY_WITH = {"decay_share": ("schedule", "warmup-stable-decay"), "d_pace_alpha": ("slot_weights", "d_pace")}
 """Settings of train that are of no effect, and not shown, unless another one is so."""
+
+_ONLY_ABOVE_0 = ("short_blocks",)
+"""Settings of train that are not shown at 0."""
 
 _GREEDY = ("temperature", "max_new_tokens")
 """Settings of greedy decoding that are of effect."""
@@ -272,6 +276,7 @@ def _recipe(facts: dict[str, Any]) -> str:
     config = facts.get("config") or {}
     train = config.get("train") or {}
     idle = {key for key, (other, wanted) in _ONLY_WITH.items() if train.get(other) != wanted}
+    idle |= {key for key in _ONLY_ABOVE_0 if not train.get(key)}
     keys_of_train = _RECIPE["train"] + (_MUON if train.get("optimizer") == "muon" else ())
     shown = {**_RECIPE, "train": tuple(key for key in keys_of_train if key not in idle)}
     found = {

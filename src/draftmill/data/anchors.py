@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Tells this stream of random numbers from the plan's, which is drawn from the same seed.
+# Tell these streams of random numbers from one another and from the plan's, which is drawn from the same seed.
 _ANCHOR_STREAM = 0xA2C4
+_LENGTH_STREAM = 0x1E46
 
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
     """The drawn blocks, as in records.Blocks, and what they cover.
 
-    anchors_A, starts_A, slots_A   int32 [A]; the first num_anchors are real, ascending; the rest are 0
+    anchors_A, starts_A, slots_A, absent_A   int32 [A]; the first num_anchors are real, ascending; the rest are 0
     num_candidates                 positions that could have been anchors
     num_scored                     supervised slots of all blocks, the sum of slots_A
     candidates_D, drawn_D          int64 [D], candidates of each document and how many of them were drawn
@@ -28,6 +29,7 @@ class Anchors:
     anchors_A: np.ndarray
     starts_A: np.ndarray
     slots_A: np.ndarray
+    absent_A: np.ndarray
     num_anchors: int
     num_candidates: int
     num_scored: int
@@ -55,6 +57,7 @@ def draw_anchors(
     epoch: int,
     index: int,
     draw: int = 0,
+    short_share: float = 0.0,
 ) -> Anchors:
     """Draw the anchors of one drafter batch (dflash.md, Blocks).
 
@@ -68,6 +71,8 @@ def draw_anchors(
         num_slots: A, anchor slots.
         block_size: K; a block has at most K - 1 supervised slots.
         seed, epoch, index, draw: the numbers that everything drawn depends on.
+        short_share: the chance of each block to be a short one, with a last slot drawn evenly from 1..K-2. Which
+            anchors are drawn does not depend on it.
     """
     lengths = np.asarray(lengths_D, dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -83,10 +88,14 @@ def draw_anchors(
         positions, slots, documents = positions[chosen], slots[chosen], documents[chosen]
     else:
         drawn = candidates
+    numbers = [_LENGTH_STREAM, seed, epoch, index, draw]
+    absent = _absent(len(positions), block_size, short_share, numbers)
+    slots = np.minimum(slots, block_size - 1 - absent)
     return Anchors(
         anchors_A=_padded(positions, num_slots),
         starts_A=_padded(starts[documents], num_slots),
         slots_A=_padded(slots, num_slots),
+        absent_A=_padded(absent, num_slots),
         num_anchors=len(positions),
         num_candidates=int(candidates.sum()),
         num_scored=int(slots.sum()),
@@ -104,6 +113,15 @@ def _candidates(mask_T: np.ndarray, starts: np.ndarray, block_size: int) -> tupl
     stops = np.append(np.flatnonzero(~follows_T), num_tokens)
     run_ends = stops[np.searchsorted(stops, positions, side="right")]
     return positions, np.minimum(run_ends - positions - 1, block_size - 1)
+
+
+def _absent(num_blocks: int, block_size: int, share: float, numbers: list[int]) -> np.ndarray:
+    """Slots that each block lacks at its end: 0 for whole ones, else such that the last one is drawn from 1..K-2."""
+    if not share or block_size < 3:
+        return np.zeros(num_blocks, dtype=np.int64)
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))
+    is_short = random.random(num_blocks) < share
+    return np.where(is_short, random.integers(1, block_size - 1, num_blocks), 0)
 
 
 def _quotas(candidates: np.ndarray, num_slots: int, random: np.random.Generator) -> np.ndarray:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class Loader:
         pin: bool,
         read_ahead: int,
         buffers: int,
+        short_blocks: float = 0.0,
     ) -> None:
         """Allocate the buffers and begin to read.
 
@@ -93,6 +94,7 @@ class Loader:
             pin: page-locked memory, for asynchronous copies to CUDA.
             read_ahead: batches ready at most.
             buffers: batches in existence at most, those held by workers included; more than the workers ever hold.
+            short_blocks: share of the blocks of TRAIN items that are short ones (anchors.py).
 
         Raises:
             ValueError: context_slots is too small for the plans, or there is no buffer.
@@ -106,7 +108,7 @@ class Loader:
         self._store, self._plan, self._heldout_plan = store, plan, heldout_plan
         self._items: Iterator[WorkItem] = iter(items)
         self._block_size, self._anchor_draws, self._seed = block_size, anchor_draws, seed
-        self._read_ahead = read_ahead
+        self._read_ahead, self._short_blocks = read_ahead, short_blocks
         padded = max(each.padded_slots for each in plans)
         packed = any(each.batching == "packed" for each in plans)
         self._free = [_allocate(padded, packed, context_slots, anchor_slots, anchor_draws, pin) for _ in range(buffers)]
@@ -255,6 +257,7 @@ class Loader:
                 epoch=item.epoch,
                 index=item.index,
                 draw=draw,
+                short_share=self._short_blocks if item.kind is BatchKind.TRAIN else 0.0,
             )
             for target, values in ((block.tokens_T.numpy(), ids_T), (block.positions_T.numpy(), positions_T)):
                 target[:num_tokens] = values
@@ -262,6 +265,7 @@ class Loader:
             block.anchors_A.numpy()[:] = anchors.anchors_A
             block.starts_A.numpy()[:] = anchors.starts_A
             block.slots_A.numpy()[:] = anchors.slots_A
+            block.absent_A.numpy()[:] = anchors.absent_A
             scored.append(anchors.num_scored)
             if item.kind is BatchKind.TRAIN:
                 self._coverage = self._coverage.plus(anchors)
@@ -269,8 +273,8 @@ class Loader:
 
     def _fill_empty(self, item: WorkItem, buffers: _Buffers) -> HostBatch:
         for block in buffers.blocks:
-            for tensor in (block.tokens_T, block.positions_T, block.anchors_A, block.starts_A, block.slots_A):
-                tensor.zero_()
+            for field in fields(block):
+                getattr(block, field.name).zero_()
         return HostBatch(
             sequence=item.sequence,
             kind=item.kind,

@@ -67,13 +67,14 @@ class _Document:
         slots = torch.arange(self.size, dtype=anchors.dtype)
         context = torch.arange(self.start, self.stop, dtype=anchors.dtype)
         before = context < anchors[:, None, None]
+        present = slots < self.size - blocks.absent_A[first:last, None, None]  # [count, 1, K]
         self.masks: dict[int | None, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for window in {shape.window(layer) for layer in range(shape.num_layers)}:
             if window is None:
-                self.masks[None] = (before, None)
+                self.masks[None] = (before, None if bool(present.all()) else present)
             else:
                 near = anchors[:, None, None] + slots[:, None] - context < window
-                self.masks[window] = (before & near, slots <= slots[:, None])
+                self.masks[window] = (before & near, present & (slots <= slots[:, None]))
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
         """q, k, v of the whole batch -> attended values of this document's blocks [count*K, N, D]."""

@@ -2,7 +2,8 @@
 
 A block with anchor slot a and document start s sees the context slots j with s <= j < a, and its own block: all slots
 in a full-attention layer, slots up to its own in a sliding layer, which also drops context further back than its
-window. Nothing else: no other block, no other document, no padding. An unused block (a = s = 0) sees itself only.
+window. Nothing else: no other block, no other document, no padding. An unused block (a = s = 0) sees itself only. The
+slots that a short block lacks at its end nobody sees.
 
 Two forms of the one rule: a dense boolean matrix (the reference, and the CPU's), and block lists for flex attention,
 built from the intervals directly, without evaluating the rule on every pair. Owns no attention arithmetic.
@@ -32,19 +33,32 @@ def dense_mask(blocks: Blocks, block_size: int, window: int | None = None) -> to
     device = blocks.anchors_A.device
     queries = torch.arange(anchor_slots * block_size, device=device)[:, None]
     keys = torch.arange(context_slots + anchor_slots * block_size, device=device)[None, :]
-    return mask_rule(blocks, block_size, window)(queries, queries, queries, keys)
+    return mask_rule(blocks, block_size, window, short_blocks=True)(queries, queries, queries, keys)
 
 
-def mask_rule(blocks: Blocks, block_size: int, window: int | None = None) -> MaskRule:
-    """The rule as a flex attention mask function of (batch, head, query, key), closing over the blocks' tensors."""
-    anchors, starts, context_slots = blocks.anchors_A, blocks.starts_A, blocks.tokens_T.shape[0]
+def mask_rule(blocks: Blocks, block_size: int, window: int | None, short_blocks: bool) -> MaskRule:
+    """The rule as a flex attention mask function of (batch, head, query, key), closing over the blocks' tensors.
 
-    def full(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    short_blocks: whether a block may lack slots; a rule for whole ones alone has less to do.
+    """
+    anchors, starts, absent, context_slots = (
+        blocks.anchors_A,
+        blocks.starts_A,
+        blocks.absent_A,
+        blocks.tokens_T.shape[0],
+    )
+
+    def whole(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         block = query // block_size
         seen = (key >= starts[block]) & (key < anchors[block])
         own = (key - context_slots) // block_size == block
         return seen | (own & (key >= context_slots))
 
+    def short(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        present = (key - context_slots) % block_size < block_size - absent[query // block_size]
+        return whole(batch, head, query, key) & (present | (key < context_slots))
+
+    full = short if short_blocks else whole
     if window is None:
         return full
 
@@ -65,14 +79,22 @@ class TileLists:
     for the lists to be right; sorted anchors make them short. All work is tensor work of fixed shape on the device.
     """
 
-    def __init__(self, context_slots: int, anchor_slots: int, block_size: int, device: torch.device | str) -> None:
-        """Raises ValueError unless context slots and anchor slots x block size are multiples of the tile."""
+    def __init__(
+        self,
+        context_slots: int,
+        anchor_slots: int,
+        block_size: int,
+        device: torch.device | str,
+        short_blocks: bool,
+    ) -> None:
+        """short_blocks: whether a block may lack slots. Raises ValueError unless context slots and anchor slots x block
+        size are multiples of the tile."""
         if context_slots % TILE or (anchor_slots * block_size) % TILE:
             raise ValueError(
                 f"context slots and anchor slots x block size must be multiples of {TILE}, got {context_slots} and "
                 f"{anchor_slots} x {block_size}"
             )
-        self.block_size = block_size
+        self.block_size, self.short_blocks = block_size, short_blocks
         self.context_slots = context_slots
         self.num_queries = anchor_slots * block_size
         query_tiles = self.num_queries // TILE
@@ -113,7 +135,7 @@ class TileLists:
             full_counts,
             full_ids,
             BLOCK_SIZE=TILE,
-            mask_mod=mask_rule(blocks, self.block_size, window),
+            mask_mod=mask_rule(blocks, self.block_size, window, self.short_blocks),
             seq_lengths=(self.num_queries, self.context_slots + self.num_queries),
         )
 

@@ -206,7 +206,6 @@ def fill_randomly(state: StepState) -> None:
     """A full batch: random features and tokens in documents of a quarter of the context, every anchor slot in use."""
     size, context, anchors = state.drafter_shape, state.shape.context_slots, state.shape.anchor_slots
     generator = torch.Generator().manual_seed(0)
-    device = state.device
     state.features_TF.normal_()
     state.last_TH.normal_()
     state.blocks.tokens_T.copy_(torch.randint(size.vocab_size, (context,), generator=generator))
@@ -216,4 +215,8 @@ def fill_randomly(state: StepState) -> None:
     chosen = torch.randint(1, max(2, context - 1), (anchors,), generator=generator).sort().values.clamp(max=context - 1)
     state.blocks.anchors_A.copy_(chosen)
     state.blocks.starts_A.copy_(chosen - positions[chosen])
-    state.blocks.slots_A.copy_(torch.full((anchors,), size.block_size - 1, dtype=torch.int32).to(device))
+    absent = torch.zeros(anchors, dtype=torch.int32)
+    if state.shape.short_blocks:  # of every length; so many rows carry a loss at most as those that are asked for
+        absent = torch.arange(anchors, dtype=torch.int32) % max(1, size.block_size - 1)
+    state.blocks.absent_A.copy_(absent)
+    state.blocks.slots_A.copy_(size.block_size - 1 - absent)

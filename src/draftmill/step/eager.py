@@ -193,7 +193,8 @@ def dense_attention_choice(state: StepState) -> Callable[[Blocks], Attention]:
 def flex_attention_choice(state: StepState, kernel: FlexKernel = flex_attention) -> Callable[[Blocks], Attention]:
     """Flex attention under tile lists built from each batch's blocks; `kernel` as it is inside a compiled step."""
     shape = state.drafter_shape
-    tiles = TileLists(state.shape.context_slots, state.shape.anchor_slots, shape.block_size, state.device)
+    slots = state.shape
+    tiles = TileLists(slots.context_slots, slots.anchor_slots, shape.block_size, state.device, slots.short_blocks)
     windows = {shape.window(layer) for layer in range(shape.num_layers)}
 
     def attention(blocks: Blocks) -> Attention:

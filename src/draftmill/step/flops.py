@@ -30,10 +30,11 @@ ATTENTION = 12
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a batch asks of a step: real context tokens, tokens of used blocks (all K of each), supervised slots, and
-    query-key pairs that see each other, summed over the layers."""
+    """What a batch asks of a step: real context tokens, used blocks and their tokens (K of each that lacks none),
+    supervised slots, and query-key pairs that see each other, summed over the layers."""
 
     context_tokens: int
+    blocks: int
     block_tokens: int
     scored_rows: int
     pairs: int
@@ -41,6 +42,7 @@ class StepWork:
     def __add__(self, other: StepWork) -> StepWork:
         return StepWork(
             self.context_tokens + other.context_tokens,
+            self.blocks + other.blocks,
             self.block_tokens + other.block_tokens,
             self.scored_rows + other.scored_rows,
             self.pairs + other.pairs,
@@ -65,27 +67,31 @@ class StepFlops:
 def work_of(blocks: Blocks, num_tokens: int, shape: DrafterShape) -> StepWork:
     """Count a batch's work. `blocks` on the host, of which a block without supervised slots is unused."""
     used = blocks.slots_A > 0
-    anchors, starts = blocks.anchors_A[used].long(), blocks.starts_A[used].long()
-    by_window = {window: visible_pairs(anchors - starts, shape.block_size, window) for window in _windows(shape)}
+    before_A = (blocks.anchors_A[used] - blocks.starts_A[used]).long()
+    sizes_A = shape.block_size - blocks.absent_A[used].long()
+    by_window = {window: visible_pairs(before_A, sizes_A, window) for window in _windows(shape)}
     return StepWork(
         context_tokens=num_tokens,
-        block_tokens=len(anchors) * shape.block_size,
+        blocks=len(before_A),
+        block_tokens=int(sizes_A.sum()),
         scored_rows=int(blocks.slots_A.sum()),
         pairs=sum(by_window[window] for window in _windows(shape)),
     )
 
 
-def visible_pairs(before_A: torch.Tensor, block_size: int, window: int | None) -> int:
+def visible_pairs(before_A: torch.Tensor, sizes_A: torch.Tensor, window: int | None) -> int:
     """Pairs of a query and a key that it sees, in one layer.
 
     before_A  int64 [A]: context tokens of its document before each block's anchor
+    sizes_A   int64 [A]: slots of each block, those that it lacks not counted
     window    the layer's sliding window in tokens, or None where it attends to everything
     """
     if window is None:
-        return int((before_A + block_size).sum()) * block_size
-    reach = (window - 1 - torch.arange(block_size)).clamp(min=0)
-    context = torch.minimum(before_A[:, None], reach).sum()
-    return int(context) + len(before_A) * block_size * (block_size + 1) // 2
+        return int(((before_A + sizes_A) * sizes_A).sum())
+    slots = torch.arange(int(sizes_A.max()) if len(sizes_A) else 0)
+    reach = (window - 1 - slots).clamp(min=0)
+    context = (torch.minimum(before_A[:, None], reach) * (slots < sizes_A[:, None])).sum()
+    return int(context + (sizes_A * (sizes_A + 1) // 2).sum())
 
 
 def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -> StepFlops:
@@ -98,8 +104,7 @@ def step_flops(shape: DrafterShape, work: StepWork, with_target: bool = False) -
     keys_values = 2 * hidden * keys
     projections = keys_values + hidden * queries
     rest = hidden * queries + 3 * hidden * shape.intermediate_size
-    given = work.block_tokens // shape.block_size
-    drafted = work.block_tokens - given
+    given, drafted = work.blocks, work.block_tokens - work.blocks
     return StepFlops(
         context=float(
             work.context_tokens

@@ -27,11 +27,15 @@ CHUNK_ROWS_CUDA = 2048
 
 @dataclass(frozen=True)
 class StepShape:
-    """The one shape of a run's drafter batches: T context slots, A anchor slots, and rows of a loss-head chunk."""
+    """The one shape of a run's drafter batches: T context slots, A anchor slots, and rows of a loss-head chunk.
+
+    short_blocks: whether blocks may lack slots at their end (records.Blocks.absent_A).
+    """
 
     context_slots: int
     anchor_slots: int
     chunk_rows: int
+    short_blocks: bool = False
 
 
 class StepState:

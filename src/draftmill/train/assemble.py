@@ -115,6 +115,7 @@ def start_loader(setup: Setup, first_step: int) -> Loader:
         pin=placement.uses_cuda,
         read_ahead=config.data.read_ahead,
         buffers=config.data.read_ahead + in_flight,
+        short_blocks=config.train.short_blocks,
     )
 
 

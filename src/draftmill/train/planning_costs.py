@@ -83,8 +83,9 @@ class Costs:
 
     def check_same(self, config: Config, where: str) -> None:
         """Raise InputError where they were measured for another target, drafter or batch than this configuration's."""
+        known = {**_BEFORE_IT_WAS_TOLD, **self.measured_for} if self.measured_for else {}
         for name, value in settings_of(config).items():
-            if (before := self.measured_for.get(name, value)) != value:
+            if (before := known.get(name, value)) != value:
                 raise InputError(
                     f"{where} was measured with {name}={before}, this run has {value}; measure again, with "
                     "draftmill plan RUN.YAML --json > FILE"
@@ -133,9 +134,14 @@ MEASURED_FOR = (
     "drafter.block_size",
     "drafter.float8",
     "train.num_anchors",
+    "train.short_blocks",
     "data.token_budget",
     "data.batching",
 )
+
+
+_BEFORE_IT_WAS_TOLD = {"train.short_blocks": 0.0}
+"""Settings that files of an earlier version do not name, and what they were then."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -319,6 +325,7 @@ def _read(setup: Setup, indices: list[int]) -> dict[int, HostBatch]:
         pin=setup.placement.uses_cuda,
         read_ahead=len(indices),
         buffers=len(indices),
+        short_blocks=setup.config.train.short_blocks,
     )
     with loader:
         read = [loader.next() for _ in indices]

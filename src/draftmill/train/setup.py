@@ -235,12 +235,12 @@ def _step_shape(
     context = max(plan.context_slots, heldout_plan.context_slots if heldout_plan is not None else 0)
     anchors = min(config.train.num_anchors, context)  # an anchor is a token: more slots would stay empty for ever
     if placement.drafters[0].type != "cuda":
-        return StepShape(context, anchors, CHUNK_ROWS)
+        return StepShape(context, anchors, CHUNK_ROWS, config.train.short_blocks > 0.0)
     # flex attention works in tiles: whole ones in context slots and in block tokens
     context = -(-context // TILE) * TILE
     while anchors * shape.block_size % TILE:
         anchors += 1
-    return StepShape(context, anchors, CHUNK_ROWS_CUDA)
+    return StepShape(context, anchors, CHUNK_ROWS_CUDA, config.train.short_blocks > 0.0)
 
 
 def _compute_type(config: Config, placement: Placement) -> torch.dtype:
