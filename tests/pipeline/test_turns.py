@@ -156,7 +156,7 @@ def test_turns_that_are_brief_on_both_sides_are_given_up(drafter_s: float, targe
         assert not told
         with turns.take(False):
             time.sleep(target_s)
-    assert turns._are_brief == are_brief
+    assert turns.are_taken != are_brief
     (line,) = told
     assert line.startswith(f"target and drafter on cpu {'compute side by side' if are_brief else 'take turns'}: ")
 
@@ -193,6 +193,40 @@ def test_who_has_had_a_turn_and_asks_again_at_once_is_before_a_target() -> None:
         assert joined(threads)
         orders.append(turns.order)
     assert orders.count([True, True, False]) > 10
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.waits, self.done = 0, False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_host_waits_for_its_device_before_and_at_the_end_of_a_turn_and_never_once_they_are_brief(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = FakeStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    turns = Turns(torch.device("cuda", 0))
+    with turns.take(True):
+        assert stream.waits == 1
+        stream.done = True
+    assert stream.waits == 1, "it was done already"
+    stream.done = False
+    for _ in range(TRIED):
+        with turns.take(False):
+            pass
+        with turns.take(True):
+            pass
+    assert not turns.are_taken
+    before = stream.waits
+    with turns.take(False):
+        pass
+    assert stream.waits == before
 
 
 def test_waiting_is_told_before_it_begins() -> None:

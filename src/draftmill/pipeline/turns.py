@@ -42,7 +42,8 @@ class Turns:
         self._taken = self._closed = False
         self._waiting_first = 0
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
-        self._are_brief = False
+        self.are_taken = True
+        """Until they prove to be brief."""
 
     @contextlib.contextmanager
     def take(self, first: bool, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -51,7 +52,7 @@ class Turns:
         Before it begins, what this thread's stream has under way is waited for, lest the device stands idle for that;
         `waits` is called after that. first: a drafter's, before all others. Raises ChannelClosed.
         """
-        if self._are_brief:
+        if not self.are_taken:
             yield
             return
         self.finish()
@@ -100,9 +101,9 @@ class Turns:
         tried.append(seconds)
         if all(len(each) == TRIED for each in self._seconds.values()):
             drafter_s, target_s = (statistics.median(self._seconds[first]) for first in (True, False))
-            self._are_brief = max(drafter_s, target_s) < BRIEF_S
+            self.are_taken = max(drafter_s, target_s) >= BRIEF_S
             self._told(
-                f"target and drafter on {self.device} {'compute side by side' if self._are_brief else 'take turns'}: "
+                f"target and drafter on {self.device} {'take turns' if self.are_taken else 'compute side by side'}: "
                 f"{1e3 * target_s:.3g} and {1e3 * drafter_s:.3g} ms"
             )
 

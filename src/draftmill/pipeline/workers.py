@@ -459,7 +459,7 @@ class DrafterWorker(Worker):
     def _end_work(self) -> None:
         """What came before is work, up to the end of the update; in turns it is waited for, before the next turn is."""
         self._cut(WORK)
-        if self.turns is not None:
+        if self.turns is not None and self.turns.are_taken:
             tell(self.beats, self.clock.finished(), "finishing", self.step)
             self.turns.finish()
 
