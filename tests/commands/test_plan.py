@@ -110,6 +110,9 @@ def test_the_table(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     rates = [float(row[3]) for row in rows]
     assert rates == sorted(rates, reverse=True)
     assert "target.devices=" in printed
+    best = next(line for line in printed.splitlines() if line.startswith("best "))
+    drafters = len(json.loads(best.partition("drafter.devices=")[2]))
+    assert f"a step is then {drafters} batches (drafters x train.accumulate)" in printed
     assert "all-reduce is not counted" in printed
 
 

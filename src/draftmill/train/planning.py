@@ -73,7 +73,7 @@ def _show(setup: Setup, costs: Costs, pace: Pace, found: list[Split]) -> None:
     for line in _facts(setup, costs, pace):
         console.print(line, soft_wrap=True, markup=False)
     console.print(_table(found))
-    for line in _advice(costs, found):
+    for line in _advice(costs, found, setup.config.train.accumulate):
         console.print(line, soft_wrap=True, markup=False)
 
 
@@ -117,14 +117,18 @@ def _table(found: list[Split]) -> Table:
     return table
 
 
-def _advice(costs: Costs, found: list[Split]) -> list[str]:
+def _advice(costs: Costs, found: list[Split], accumulate: int) -> list[str]:
     best = found[0]
     if not best.fits:
         return [f"nothing fits: {NOTHING_FITS}"]
     if costs.device_bytes is None:
         return ["best     all CPU workers share the cores: target and drafter take turns, however many there are"]
     targets, drafters = best.devices()
-    lines = [f"best     target.devices={json.dumps(targets)} drafter.devices={json.dumps(drafters)}"]
+    lines = [
+        f"best     target.devices={json.dumps(targets)} drafter.devices={json.dumps(drafters)}",
+        f"         a step is then {best.batches_per_step(accumulate)} batches (drafters x train.accumulate), which "
+        "changes what is learned and not only how fast",
+    ]
     if best.num_devices > 1 and costs.all_reduce_s == 0.0:
         lines.append("         the gradient's all-reduce is not counted: it was not measured (costs.all_reduce_s)")
     return lines

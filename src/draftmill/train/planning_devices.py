@@ -97,21 +97,24 @@ def _best(setup: Setup, run: RunDirectory, num_gpus: int) -> tuple[Any, Any]:
     train = setup.config.train
     pace = pace_of(costs, batch_sizes(setup.plan, setup.store.lengths), train.accumulate, train.anchor_draws)
     found = splits(costs, pace, num_gpus)
-    for line in _told(costs, pace, found):
+    for line in _told(costs, pace, found, train.accumulate):
         run.log.info(line)
     if not found[0].fits:
         raise InputError(f"no split of {num_gpus} GPUs fits: {NOTHING_FITS}")
     return found[0].devices()
 
 
-def _told(costs: Costs, pace: Pace, found: list[Split]) -> list[str]:
+def _told(costs: Costs, pace: Pace, found: list[Split], accumulate: int) -> list[str]:
     lines = [
         f"a batch takes {1e3 * pace.target_s:.4g} ms on a target ({costs.target_step or 'as given'}) and "
         f"{1e3 * pace.drafter_s:.4g} ms on a drafter ({costs.drafter_step or 'as given'})"
     ]
     for split in [split for split in found if split.fits][:SHOWN]:
         what = f"{split.targets} of both" if split.shared else f"{split.targets} targets + {split.drafters} drafters"
-        lines.append(f"  {what}: {split.ktokens_per_s:.4g} Ktok/s expected, bounded by {split.bottleneck}")
+        lines.append(
+            f"  {what}: {split.ktokens_per_s:.4g} Ktok/s expected, bounded by {split.bottleneck}; "
+            f"{split.batches_per_step(accumulate)} batches a step"
+        )
     return lines
 
 

@@ -76,6 +76,10 @@ class Split:
         """JSON-able."""
         return asdict(self)
 
+    def batches_per_step(self, accumulate: int) -> int:
+        """Batches of one optimizer step, over all drafters."""
+        return self.drafters * accumulate
+
     def devices(self) -> tuple[Any, Any]:
         """`target.devices` and `drafter.devices` as a configuration has them, CUDA devices numbered from 0."""
         names = [f"cuda:{index}" for index in range(self.num_devices)]
