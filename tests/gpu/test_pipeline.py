@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from draftmill.pipeline.channel import Channel, ChannelClosed
 from draftmill.pipeline.collective import Collective
 from draftmill.pipeline.features import pack
 from draftmill.pipeline.spans import Clock
+from draftmill.pipeline.turns import Turns
 from draftmill.pipeline.workers import own_stream
 from draftmill.train.planning_memory import held_by_others
 
@@ -46,6 +48,30 @@ def in_threads(*works: Callable[[], Any], timeout_s: float = 60.0) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def test_in_turns_a_device_has_one_stream_at_a_time() -> None:
+    device = torch.device("cuda:0")
+    turns, start = Turns(device), torch.cuda.Event(enable_timing=True)
+    start.record(torch.cuda.current_stream(device))
+
+    def work(first: bool) -> list[tuple[float, float]]:
+        spans = []
+        with own_stream(device) as stream:
+            for _ in range(3):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                with turns.take(first):
+                    begin.record()
+                    torch.cuda._sleep(SLEEP_CYCLES // 10)
+                    end.record()
+                assert stream is not None
+                assert stream.query(), "a turn ends when its work is done"
+                spans.append((start.elapsed_time(begin), start.elapsed_time(end)))
+        return spans
+
+    spans = sorted(span for each in in_threads(lambda: work(True), lambda: work(False)) for span in each)
+    assert len(spans) == 6
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 def test_a_wait_on_the_device_counts_though_the_host_goes_on() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from draftmill.pipeline import turns
 from draftmill.pipeline.supervision import WorkerFailed
 from draftmill.train.run import train
 from tiny import config_of, metrics_of, small_world
@@ -20,6 +21,7 @@ LAYOUTS = {
     "two targets, two drafters on one": (["cuda:0", "cuda:0"], ["cuda:0"]),
     "apart": (["cuda:0"], ["cuda:1"]),
     "one target, drafters on both": (["cuda:0"], ["cuda:0", "cuda:1"]),
+    "both on each": (["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]),
 }
 
 
@@ -33,12 +35,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("step", ["eager", "graphed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_equal_the_cpus(world: dict[str, Any], tmp_path: Path, layout: str, step: str) -> None:
+    assert_trains_as_on_the_cpu(world, tmp_path, layout, step)
+
+
+@pytest.mark.parametrize("layout", ["colocated", "both on each"])
+@pytest.mark.parametrize("brief_s", [0.0, 1000.0], ids=["turns", "side by side"])
+def test_turns_change_no_loss_and_are_told(
+    world: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, brief_s: float
+) -> None:
+    monkeypatch.setattr(turns, "BRIEF_S", brief_s)
+    assert_trains_as_on_the_cpu(world, tmp_path, layout, "graphed", "train.epochs=6")
+    log = (tmp_path / "cuda" / "run.log").read_text()
+    for device in set(LAYOUTS[layout][0]):
+        word = "compute side by side" if brief_s else "take turns"
+        assert log.count(f"target and drafter on {device} {word}: ") == 1
+
+
+def assert_trains_as_on_the_cpu(world: dict[str, Any], tmp_path: Path, layout: str, step: str, *more: str) -> None:
     targets, drafters = LAYOUTS[layout]
     if "cuda:1" in (*targets, *drafters) and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     accumulate = 2 // len(drafters)
-    common = (f"train.accumulate={accumulate}", "train.epochs=3")
-    train(config_of(world, f"run.dir={tmp_path / 'cpu'}", "train.accumulate=2", "train.epochs=3"), console=False)
+    common = (f"train.accumulate={accumulate}", "train.epochs=3", *more)
+    train(config_of(world, f"run.dir={tmp_path / 'cpu'}", "train.accumulate=2", "train.epochs=3", *more), console=False)
     devices = (f"target.devices=[{', '.join(targets)}]", f"drafter.devices=[{', '.join(drafters)}]")
     train(config_of(world, f"run.dir={tmp_path / 'cuda'}", f"drafter.step={step}", *devices, *common), console=False)
     expected = [line["loss"] for line in metrics_of(tmp_path / "cpu") if "loss" in line]
