@@ -284,8 +284,8 @@ def test_an_answer_of_one_token_measures_nothing_and_breaks_nothing() -> None:
     [row] = report.overall(found)
     assert (row.tau_response_mean, row.tau_pooled, row.speedup, row.speedup_low) == (None, None, None, None)
     assert row.identical == 1
-    assert report.best_draft_tokens(found) is None
-    assert report.worth_it(found) is None
+    assert report.Sweep.of(found).best is None
+    assert report.Sweep.of(found).worth_it is None
     Console(width=80).print(report.tables(found))
     assert report.for_card(found, {})["best_draft_tokens"] is None
 
@@ -296,7 +296,7 @@ def test_the_best_count_has_the_most_tokens_a_second() -> None:
         slow = trial.drafted[3]
         trial.drafted[1] = response(slow.tokens, [StepRecord(step.tokens, 0, 1) for step in slow.steps], 0.1)
     found = Evaluation(found.trials, (1, 3), GREEDY, 4, True, None, 0)
-    assert report.best_draft_tokens(found) == 1
+    assert report.Sweep.of(found).best == 1
 
 
 def slowed(factor: float, *counts: int) -> Evaluation:
@@ -319,8 +319,8 @@ def slowed(factor: float, *counts: int) -> Evaluation:
     ],
 )
 def test_a_drafter_that_gains_nothing_is_said_to(found: Evaluation, worth: bool, said: str) -> None:
-    assert report.best_draft_tokens(found) == 3
-    assert report.worth_it(found) is worth
+    assert report.Sweep.of(found).best == 3
+    assert report.Sweep.of(found).worth_it is worth
     assert report.to_json(found, {})["worth_it"] is worth
     assert report.for_card(found, {})["worth_it"] is worth
     console = Console(width=120, record=True)

@@ -24,7 +24,7 @@ from draftmill.demo import smollm2
 from draftmill.drafter.network import Drafter
 from draftmill.evaluate.command import build_drafter, pick_device
 from draftmill.evaluate.prompts import Prompt, read_prompts
-from draftmill.evaluate.report import Row, best_draft_tokens, by_group, for_card, overall
+from draftmill.evaluate.report import Row, Sweep, by_group, for_card, overall
 from draftmill.evaluate.run import Evaluation, evaluate
 from draftmill.pipeline.collective import Hosts
 from draftmill.target.generate_sampling import Sampling
@@ -118,8 +118,9 @@ def demo(cache: Path, output: Path | None, device: str, as_json: bool) -> None:
     whole = drafter.shape.block_size - 1
     counts = sorted({drafter.shape.block_size // 2, whole})
     evaluation = decode(console, drafter, target, prompts_for(device), NEW_TOKENS[kind(device)], counts)
-    by_count = {row.draft_tokens: row for row in overall(evaluation)}
-    after, fastest = by_count[whole], by_count[best_draft_tokens(evaluation) or whole]
+    sweep = Sweep.of(evaluation)
+    by_count = {row.draft_tokens: row for row in sweep.rows}
+    after, fastest = by_count[whole], by_count[sweep.best or whole]
     record_evaluation(source.folder, source.shape, source.layout, for_card(evaluation, {"target": "SmolLM2-135M"}))
     exported = export(folder / "run", "zlab", folder / "drafter", dtype="bfloat16")
     groups = {row.category: row.tau_response_mean for row in by_group(evaluation, whole)}

@@ -125,18 +125,34 @@ def by_group(evaluation: Evaluation, num_drafts: int) -> list[Row]:
     return rows
 
 
-def best_draft_tokens(evaluation: Evaluation) -> int | None:
-    """The number of drafted tokens with the most tokens/s over all answers; None where no step was taken."""
-    rates = {found.draft_tokens: found.speculative_tokens_per_s for found in overall(evaluation)}
-    measured = {count: rate for count, rate in rates.items() if rate is not None}
-    return max(measured, key=lambda count: measured[count]) if measured else None
+@dataclass(frozen=True)
+class Sweep:
+    """The rows over all answers, one for each number of drafted tokens, and what they say of the numbers."""
 
+    rows: list[Row]
 
-def worth_it(evaluation: Evaluation) -> bool | None:
-    """Whether the best number of drafted tokens was faster than plain decoding; None where no step was taken."""
-    best = best_draft_tokens(evaluation)
-    speedup = next((found.speedup for found in overall(evaluation) if found.draft_tokens == best), None)
-    return None if speedup is None else speedup > 1.0
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Sweep:
+        """Works the rows out; each has a bootstrap."""
+        return cls(overall(evaluation))
+
+    @property
+    def best(self) -> int | None:
+        """The number of drafted tokens with the most tokens/s; None where no step was taken."""
+        rates = {found.draft_tokens: found.speculative_tokens_per_s for found in self.rows}
+        measured = {count: rate for count, rate in rates.items() if rate is not None}
+        return max(measured, key=lambda count: measured[count]) if measured else None
+
+    @property
+    def shown(self) -> Row:
+        """The best number's row, the last one where there is none."""
+        return next((found for found in self.rows if found.draft_tokens == self.best), self.rows[-1])
+
+    @property
+    def worth_it(self) -> bool | None:
+        """Whether the best number was faster than plain decoding; None where no step was taken."""
+        speedup = None if self.best is None else self.shown.speedup
+        return None if speedup is None else speedup > 1.0
 
 
 def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
@@ -144,13 +160,13 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
 
     about  what was evaluated and where
     """
-    best = best_draft_tokens(evaluation)
+    sweep = Sweep.of(evaluation)
     return {
         **about,
         "block_size": evaluation.block_size,
         "draft_tokens": list(evaluation.draft_tokens),
-        "best_draft_tokens": best,
-        "worth_it": worth_it(evaluation),
+        "best_draft_tokens": sweep.best,
+        "worth_it": sweep.worth_it,
         "sampling": asdict(evaluation.sampling),
         "graphed": evaluation.graphed,
         "why_eager": evaluation.why_eager,
@@ -158,16 +174,16 @@ def to_json(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
         "answers_missing": evaluation.missing,
         "why_ended": evaluation.why_ended,
         "follow_ups_left_out": evaluation.left_out,
-        "overall": [asdict(found) for found in overall(evaluation)],
+        "overall": [asdict(found) for found in sweep.rows],
         "groups": [asdict(found) for count in evaluation.draft_tokens for found in by_group(evaluation, count)],
     }
 
 
 def for_card(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
     """The record kept with a checkpoint or export, in the words that its model card shows."""
-    best = best_draft_tokens(evaluation)
+    sweep = Sweep.of(evaluation)
     rows = []
-    for found in by_group(evaluation, best if best is not None else evaluation.draft_tokens[-1]):
+    for found in by_group(evaluation, sweep.shown.draft_tokens):
         rows.append(
             {
                 "prompts": _label(found),
@@ -183,35 +199,33 @@ def for_card(evaluation: Evaluation, about: dict[str, Any]) -> dict[str, Any]:
     return {
         "rows": rows,
         "draft_tokens": list(evaluation.draft_tokens),
-        "best_draft_tokens": best,
-        "worth_it": worth_it(evaluation),
+        "best_draft_tokens": sweep.best,
+        "worth_it": sweep.worth_it,
         "about": {**about, "sampling": asdict(evaluation.sampling)},
     }
 
 
 def tables(evaluation: Evaluation) -> Group:
     """The report on a terminal."""
-    sweep = overall(evaluation)
-    best = best_draft_tokens(evaluation)
-    shown = next((found for found in sweep if found.draft_tokens == best), sweep[-1])
+    sweep = Sweep.of(evaluation)
+    shown = sweep.shown
     groups = by_group(evaluation, shown.draft_tokens)
-    worth = worth_it(evaluation)
-    marked = best if worth else None
-    counts = [f"{found.draft_tokens} drafted{' (best)' if found.draft_tokens == marked else ''}" for found in sweep]
+    marked = sweep.best if sweep.worth_it else None
+    counts = [f"{each.draft_tokens} drafted{' (best)' if each.draft_tokens == marked else ''}" for each in sweep.rows]
     parts: list[Any] = [
-        _figures("All answers", counts, sweep),
+        _figures("All answers", counts, sweep.rows),
         _figures(f"With {shown.draft_tokens} drafted", [_label(found) for found in groups], groups),
         _slots(shown),
         Text("tau: tokens a step. mean: over an answer's steps, then over answers. pooled: over all steps together."),
     ]
     if shown.identical is not None:
         parts.append(Text(f"output identical to plain decoding: {shown.identical}/{shown.answers}"))
-    if worth is False:
+    if sweep.worth_it is False:
         speed = f"{shown.draft_tokens} drafted, speed-up {_number(shown.speedup, 2)}"
-        closest = f"; closest: {speed}" if len(sweep) > 1 else f": {speed}"
+        closest = f"; closest: {speed}" if len(sweep.rows) > 1 else f": {speed}"
         parts.append(Text(f"no number of drafted tokens was faster than plain decoding here{closest}"))
-    elif best is not None and len(sweep) > 1:
-        parts.append(Text(f"best number of drafted tokens here: {best}"))
+    elif sweep.best is not None and len(sweep.rows) > 1:
+        parts.append(Text(f"best number of drafted tokens here: {sweep.best}"))
     if evaluation.missing:
         parts.append(Text(f"ended before its time: {evaluation.missing} more answers were not decoded"))
     if evaluation.why_ended is not None:
@@ -256,12 +270,11 @@ def plot(evaluation: Evaluation, path: str | Path) -> None:
     check_plot(path)
     from matplotlib.figure import Figure
 
-    sweep = overall(evaluation)
-    best = best_draft_tokens(evaluation)
-    shown = next((found for found in sweep if found.draft_tokens == best), sweep[-1])
+    sweep = Sweep.of(evaluation)
+    shown = sweep.shown
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     speed, slots, kept = figure.subplots(1, 3)
-    measured = [found for found in sweep if found.speedup is not None]
+    measured = [found for found in sweep.rows if found.speedup is not None]
     counts = [found.draft_tokens for found in measured]
     speed.plot(counts, [found.speedup for found in measured], "o-", label="speed-up")
     speed.plot(counts, [found.tau_response_mean for found in measured], "s--", label="tau, response mean")
