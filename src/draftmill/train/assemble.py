@@ -130,13 +130,11 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
     channels = {
         setup.first_drafter + index: _channel(setup, device) for index, device in enumerate(setup.placement.drafters)
     }
-    for channel in channels.values():
-        supervisor.on_close(channel.close)
     turns = turns_on_shared(setup.placement.targets, setup.placement.drafters, run.log.info)
-    for each in turns.values():
+    for each in (*channels.values(), *turns.values()):
         supervisor.on_close(each.close)
-    targets = _target_workers(parts, loader, supervisor, beats, channels, turns)
-    drafters = _drafter_workers(parts, loader, supervisor, beats, channels, turns)
+    common = _Common(parts, loader, supervisor, beats, channels, turns)
+    targets, drafters = _target_workers(common), _drafter_workers(common)
     watch = StallWatch(
         supervisor,
         lambda: time.monotonic() - max(heartbeat.progress_at for heartbeat in heartbeats),
@@ -154,31 +152,34 @@ def _channel(setup: Setup, device: torch.device) -> Channel:
         raise StepDoesNotFit(setup, device) from error
 
 
-Beats = Callable[[str, torch.device], Heartbeat]
+@dataclass(frozen=True)
+class _Common:
+    """What the workers of a run have in common."""
+
+    parts: Parts
+    loader: Loader
+    supervisor: Supervisor
+    beats: Callable[[str, torch.device], Heartbeat]
+    channels: dict[int, Channel]
+    turns: dict[torch.device, Turns]
 
 
-def _target_workers(
-    parts: Parts,
-    loader: Loader,
-    supervisor: Supervisor,
-    beats: Beats,
-    channels: dict[int, Channel],
-    turns: dict[torch.device, Turns],
-) -> list[TargetWorker]:
-    setup, cache_gib = parts.setup, parts.setup.config.target.cache_gib
-    route = Route(channels, setup.stream, parts.first_step)
+def _target_workers(common: _Common) -> list[TargetWorker]:
+    parts, setup = common.parts, common.parts.setup
+    cache_gib = setup.config.target.cache_gib
+    route = Route(common.channels, setup.stream, parts.first_step)
     cache = FeatureCache(int(cache_gib * 2**30)) if cache_gib else None
     return [
         TargetWorker(
             name := f"target-{index}",
             group[-1],  # where a group gathers its features
-            supervisor,
-            beats(name, group[-1]),
+            common.supervisor,
+            common.beats(name, group[-1]),
             partial(run_worst, setup, target) if group[-1].type == "cuda" else partial(_as_it_is, target),
-            loader,
+            common.loader,
             route,
             cache,
-            turns.get(group[-1]) if len(group) == 1 else None,
+            common.turns.get(group[-1]) if len(group) == 1 else None,
         )
         for index, (group, target) in enumerate(zip(setup.placement.targets, parts.loaded.targets, strict=True))
     ]
@@ -188,15 +189,9 @@ def _as_it_is(target: TapsReplica) -> TapsReplica:
     return target
 
 
-def _drafter_workers(
-    parts: Parts,
-    loader: Loader,
-    supervisor: Supervisor,
-    beats: Beats,
-    channels: dict[int, Channel],
-    turns: dict[torch.device, Turns],
-) -> list[DrafterWorker]:
-    setup, num_drafters = parts.setup, parts.setup.stream.num_drafters
+def _drafter_workers(common: _Common) -> list[DrafterWorker]:
+    parts, setup, supervisor = common.parts, common.parts.setup, common.supervisor
+    num_drafters = setup.stream.num_drafters
     store = dist.HashStore() if parts.store is None and num_drafters > 1 else parts.store
     decision, gate = Decision(), Gate(len(setup.placement.drafters))
     supervisor.on_close(gate.close)
@@ -220,16 +215,16 @@ def _drafter_workers(
             name := f"drafter-{number}",
             channel.device,
             supervisor,
-            beats(name, channel.device),
+            common.beats(name, channel.device),
             partial(build, number, channel.device),
             partial(join, number, channel.device),
-            loader,
+            common.loader,
             channel,
             stream=setup.stream,
             first_step=parts.first_step,
-            turns=turns.get(channel.device),
+            turns=common.turns.get(channel.device),
         )
-        for number, channel in channels.items()
+        for number, channel in common.channels.items()
     ]
 
 
