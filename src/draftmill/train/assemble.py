@@ -131,7 +131,9 @@ def _build_team(parts: Parts, loader: Loader, supervisor: Supervisor, abandon: C
         setup.first_drafter + index: _channel(setup, device) for index, device in enumerate(setup.placement.drafters)
     }
     turns = turns_on_shared(setup.placement.targets, setup.placement.drafters, run.log.info)
-    for each in (*channels.values(), *turns.values()):
+    for channel in channels.values():
+        supervisor.on_close(channel.close)
+    for each in turns.values():
         supervisor.on_close(each.close)
     common = _Common(parts, loader, supervisor, beats, channels, turns)
     targets, drafters = _target_workers(common), _drafter_workers(common)
