@@ -26,8 +26,9 @@ from draftmill.pipeline.collective import Collective, Gate
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
 from draftmill.pipeline.team import Team
+from draftmill.pipeline.tickets import Evaluate, Step
 from draftmill.pipeline.turns import Turns, turns_on_shared
-from draftmill.pipeline.workers import FIRST, DrafterWorker, Evaluate, Route, Step, TargetWorker, own_stream
+from draftmill.pipeline.workers import FIRST, DrafterWorker, Route, TargetWorker, own_stream
 from draftmill.records import HostBatch
 from draftmill.target.features import TapsReplica
 from draftmill.train.assemble import LOOKAHEAD, build_replica, num_slots

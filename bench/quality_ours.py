@@ -24,7 +24,7 @@ from draftmill.monitor.run import RunDirectory
 from draftmill.pipeline.collective import Hosts
 from draftmill.pipeline.supervision import Supervisor
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import Result, Snapshot, Step
+from draftmill.pipeline.tickets import Result, Snapshot, Step
 from draftmill.target.features import TapsReplica
 from draftmill.train.assemble import Parts, _build_team, start_loader
 from draftmill.train.loading import Loaded, first_drafter, load_targets

@@ -19,7 +19,8 @@ from draftmill.pipeline.placement import ask_for_queues, place
 from draftmill.pipeline.stream import Stream
 from draftmill.pipeline.supervision import Stalled, StallWatch, Supervisor, WorkerFailed
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import DrafterWorker, Evaluate, Result, Route, Snapshot, Step, TargetWorker
+from draftmill.pipeline.tickets import Evaluate, Result, Snapshot, Step
+from draftmill.pipeline.workers import DrafterWorker, Route, TargetWorker
 from draftmill.records import BatchKind, Blocks, HostBatch, WorkItem
 
 CPU = torch.device("cpu")

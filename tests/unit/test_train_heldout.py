@@ -13,7 +13,7 @@ import torch
 
 from draftmill.config import TrainConfig
 from draftmill.pipeline.channel import Slot
-from draftmill.pipeline.workers import Evaluate, Result
+from draftmill.pipeline.tickets import Evaluate, Result
 from draftmill.records import BatchKind, Blocks, HostBatch
 from draftmill.step.choose import Built
 from draftmill.step.state import StepState

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from draftmill.pipeline.supervision import StallWatch, Supervisor, Worker
-from draftmill.pipeline.workers import DrafterWorker, Result, TargetWorker, Ticket
+from draftmill.pipeline.tickets import Result, Ticket
+from draftmill.pipeline.workers import DrafterWorker, TargetWorker
 
 ABANDON_S = 5.0
 """Seconds that threads have for ending after a failure; those that hang are left behind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftmill.monitor.phases import Phase
 from draftmill.pipeline.meeting import Meeting
 from draftmill.pipeline.team import Team
-from draftmill.pipeline.workers import Evaluate, Snapshot, Step
+from draftmill.pipeline.tickets import Evaluate, Snapshot, Step
 from draftmill.train.report import Reporter
 from draftmill.train.saving import Saver
 from draftmill.train.setup import Setup

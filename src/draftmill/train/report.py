@@ -14,7 +14,7 @@ from draftmill.data.loader import Coverage
 from draftmill.evaluate.acceptance import accept_by_slot, accept_length
 from draftmill.monitor.phases import Phase
 from draftmill.monitor.run import RunDirectory
-from draftmill.pipeline.workers import Evaluate, Result, Step
+from draftmill.pipeline.tickets import Evaluate, Result, Step
 from draftmill.train.assemble import Running
 from draftmill.train.replica import EvaluationValues, StepValues
 from draftmill.train.saving import Heldout
